@@ -1,0 +1,28 @@
+# One entry per verb. Every verb makes and fills .venv in the clone first; that is quick once it has been done.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: setup lint test demo test-gpu bench clean
+
+setup:
+	@$(PYTHON) scripts/bootstrap.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+demo: setup
+	$(BIN)/python -m skyrl.train +exec=isoexec $(ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: setup
+	$(BIN)/python -m skyrl_isoexec bench $(ARGS)
+
+clean:
+	rm -rf build runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find skyrl_isoexec tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""IsoExec: trainer and rollout engine of one SkyRL run compute the same bits."""
