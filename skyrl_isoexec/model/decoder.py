@@ -1,0 +1,126 @@
+"""The decoder: embedding, layers, final norm and head, whole or one pipeline stage of it.
+
+Module and parameter names are those of Hugging Face checkpoints, with global layer numbers in every stage. A layer maps
+the residual stream to the residual stream, so a runtime may recompute it, or cut the pipeline, between any two layers.
+
+Shapes: T tokens, H hidden, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .attention import Attend, Attention
+from .axes import Axis
+from .config import DecoderConfig, check_partition
+from .layers import TORCH_DTYPES, ColumnLinear, Place, RMSNorm, VocabEmbedding
+from .mlp import MLP
+from .rope import rope_table
+
+if TYPE_CHECKING:
+    from ..kernels.bundle import Kernels
+    from ..schedule.schedule import Schedule
+
+EMBEDDING_NAME = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP on the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, place: Place) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.self_attn = Attention(config, index, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.mlp = MLP(config, place)
+
+    def forward(
+        self, x_TH: torch.Tensor, positions_T: torch.Tensor, cos_sin_PD: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """x_TH after this layer, in the dtype of the residual stream."""
+        y_TH = self.self_attn(self.input_layernorm(x_TH), positions_T, cos_sin_PD, attend)
+        y_TH, x_TH = self.post_attention_layernorm.add(y_TH, x_TH)
+        return x_TH + self.mlp(y_TH)
+
+
+class Decoder(nn.Module):
+    """A stage of the model on one rank of the tensor-parallel axis; by default the whole model.
+
+    Layers first_layer .. last_layer-1 are built. A stage that has the head but not the embedding of a tied model holds
+    its own copy as `lm_head.weight`, whose `tied_to` names the tensor it must stay equal to.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        kernels: Kernels,
+        axis: Axis,
+        schedule: Schedule,
+        *,
+        device: torch.device | str | None = None,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+        with_embedding: bool = True,
+        with_head: bool = True,
+    ) -> None:
+        super().__init__()
+        check_partition(config, num_leaves=schedule.num_leaves, tp=axis.size)
+        last_layer = config.num_layers if last_layer is None else last_layer
+        if not 0 <= first_layer <= last_layer <= config.num_layers:
+            raise ValueError(f"layers {first_layer} .. {last_layer} are not within 0 .. {config.num_layers}")
+        self.config, self.axis, self.kernels, self.schedule = config, axis, kernels, schedule
+        self.layer_indices = range(first_layer, last_layer)
+        place = Place(kernels, axis, schedule.num_leaves, TORCH_DTYPES[config.dtype], device)
+        self.model = nn.Module()
+        if with_embedding:
+            self.model.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        self.model.layers = nn.ModuleDict({str(i): Layer(config, i, place) for i in self.layer_indices})
+        if with_head:
+            self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+            self.lm_head = ColumnLinear(config.hidden_size, config.vocab_size, False, place)
+            if config.tied_head and with_embedding:
+                self.lm_head.weight = self.model.embed_tokens.weight
+            elif config.tied_head:
+                self.lm_head.weight.tied_to = EMBEDDING_NAME
+        table = torch.empty(0, device="meta") if str(device) == "meta" else rope_table(config, device)
+        self.register_buffer("cos_sin_PD", table, persistent=False)
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """x_TH of token ids (int64)."""
+        return self.model.embed_tokens(ids_T)
+
+    def layer(self, index: int, x_TH: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x_TH after layer `index` (numbered over the whole model)."""
+        return self.model.layers[str(index)](x_TH, positions_T, self.cos_sin_PD, attend)
+
+    def layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x_TH after all layers of this stage."""
+        for layer in self.model.layers.values():
+            x_TH = layer(x_TH, positions_T, self.cos_sin_PD, attend)
+        return x_TH
+
+    def norm(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Final norm of the residual stream."""
+        return self.model.norm(x_TH)
+
+    def head(self, y_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] of this rank's part of the vocabulary, from normed rows: the accumulator, not rounded."""
+        return self.lm_head(self.axis.copy_in(y_TH), torch.float32)
+
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] of this rank's part of the vocabulary, from the residual stream."""
+        return self.head(self.norm(x_TH))
+
+    def full_logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, vocab_size] on every rank."""
+        return self.axis.all_gather(self.logits(x_TH), dim=1)
+
+    def refresh_packed(self) -> None:
+        """(Re)build every derived weight layout in place: after loading, and after each weight sync of an engine."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "refresh_packed"):
+                module.refresh_packed()

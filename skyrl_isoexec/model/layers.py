@@ -1,0 +1,120 @@
+"""Leaf modules: normalisation, the two parallel linears, the sharded embedding.
+
+Shapes: T tokens, H hidden, K input and N output features of the local part, V local vocabulary. Parameters are created
+full of NaN, so that a tensor nobody loaded shows. `packed` holds a layout derived from the weight by `refresh_packed`,
+for an engine; it must be refreshed after every change of the weight, and a trainer never makes one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .axes import Axis
+from .shard import Shard
+
+if TYPE_CHECKING:
+    from ..kernels.bundle import Kernels
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Place:
+    """What every module of one decoder shares: kernels, axis, number of leaves, dtype and device."""
+
+    def __init__(
+        self, kernels: Kernels, axis: Axis, num_leaves: int, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        self.kernels, self.axis, self.num_leaves, self.dtype, self.device = kernels, axis, num_leaves, dtype, device
+
+    def cut(self, dim: int) -> Shard:
+        """Shard of a dim over the whole axis."""
+        return Shard(dim=dim, parts=self.axis.size)
+
+
+def parameter(full: tuple[int, ...], shard: Shard, like: Place) -> nn.Parameter:
+    """This rank's part of a parameter of shape `full`, filled with NaN and carrying its `shard`."""
+    data = torch.full(shard.local_shape(full), float("nan"), dtype=like.dtype, device=like.device)
+    made = nn.Parameter(data)
+    made.shard = shard
+    return made
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dim; the weight is whole on every rank."""
+
+    def __init__(self, width: int, eps: float, place: Place) -> None:
+        super().__init__()
+        self.weight = parameter((width,), Shard(), place)
+        self.eps, self.place = eps, place
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Normalised x, same shape and dtype."""
+        return self.place.kernels.rmsnorm(x_TH, self.weight, self.eps)
+
+    def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(residual + x), residual + x), the sum rounded to dtype before it is normalised."""
+        return self.place.kernels.add_rmsnorm(x_TH, residual_TH, self.weight, self.eps)
+
+
+class ColumnLinear(nn.Module):
+    """Linear whose outputs are cut over the axis. Its caller passes x through `axis.copy_in` first."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, place: Place) -> None:
+        super().__init__()
+        self.weight = parameter((num_out, num_in), place.cut(0), place)
+        self.bias = parameter((num_out,), place.cut(0), place) if bias else None
+        self.place, self.packed = place, None
+
+    def forward(self, x_TK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """y_TN for this rank's N, rounded once to out_dtype (x.dtype by default), then the bias."""
+        return self.place.kernels.linear(x_TK, self.weight, self.bias, out_dtype, self.packed)
+
+    def refresh_packed(self) -> None:
+        """Rebuild `packed` from the weight, at the same address if it exists."""
+        self.packed = self.place.kernels.pack(self.weight.detach(), self.packed)
+
+
+class RowLinear(nn.Module):
+    """Linear whose inputs are cut over the axis: fp32 leaves, one fixed tree, one rounding, then the bias."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, place: Place) -> None:
+        super().__init__()
+        self.weight = parameter((num_out, num_in), place.cut(1), place)
+        self.bias = parameter((num_out,), Shard(), place) if bias else None
+        self.place, self.packed = place, None
+        self.local_leaves = place.num_leaves // place.axis.size
+
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """y_TN whole on every rank, in x.dtype."""
+        kernels, axis = self.place.kernels, self.place.axis
+        y_TN = kernels.row_linear(x_TK, self.weight, self.local_leaves, self.packed)  # root of this rank's subtree
+        if axis.size > 1:
+            y_TN = kernels.tree_sum(axis.stack_gather(y_TN))
+        y_TN = y_TN.to(x_TK.dtype)
+        return y_TN if self.bias is None else y_TN + self.bias
+
+    refresh_packed = ColumnLinear.refresh_packed
+
+
+class VocabEmbedding(nn.Module):
+    """Embedding cut over the vocabulary. Each row is taken from its owner: no masked sum, so -0 stays -0."""
+
+    def __init__(self, num_rows: int, width: int, place: Place) -> None:
+        super().__init__()
+        self.weight = parameter((num_rows, width), place.cut(0), place)
+        self.place = place
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """x_TH, whole on every rank."""
+        kernels, axis = self.place.kernels, self.place.axis
+        if axis.size == 1:
+            return kernels.embedding(ids_T, self.weight)
+        rows = self.weight.shape[0]
+        owner_T = torch.div(ids_T, rows, rounding_mode="floor")
+        mine = owner_T == axis.rank
+        local_T = torch.where(mine, ids_T - axis.rank * rows, 0)
+        parts = axis.stack_gather(kernels.embedding(local_T, self.weight))  # [size, T, H]
+        return parts[owner_T, torch.arange(ids_T.shape[0], device=ids_T.device)]

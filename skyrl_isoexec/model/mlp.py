@@ -1,0 +1,25 @@
+"""SwiGLU MLP: down(silu(gate(x)) * up(x)), the inner width cut over the axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .config import DecoderConfig
+from .layers import ColumnLinear, Place, RowLinear
+
+
+class MLP(nn.Module):
+    """Three projections without bias."""
+
+    def __init__(self, config: DecoderConfig, place: Place) -> None:
+        super().__init__()
+        self.gate_proj = ColumnLinear(config.hidden_size, config.intermediate_size, False, place)
+        self.up_proj = ColumnLinear(config.hidden_size, config.intermediate_size, False, place)
+        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, False, place)
+        self.place = place
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """y_TH, whole on every rank."""
+        x_TH = self.place.axis.copy_in(x_TH)
+        return self.down_proj(self.place.kernels.silu_mul(self.gate_proj(x_TH), self.up_proj(x_TH)))
