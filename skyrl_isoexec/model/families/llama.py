@@ -1,0 +1,23 @@
+"""Llama: no head norms, plain or llama3 rotary angles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import DecoderConfig
+from .base import Family, read_config
+
+
+def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> DecoderConfig:
+    """DecoderConfig of a Llama configuration; `attention_bias` adds biases to all four projections."""
+    bias = bool(hf_config.get("attention_bias", False))
+    return read_config("llama", hf_config, qkv_bias=bias, o_bias=bias, dtype=dtype)
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    model_type="llama",
+    from_hf=from_hf,
+    ignored={r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "recomputed from the configuration"},
+)

@@ -1,0 +1,152 @@
+"""Tensors into and out of a decoder, under Hugging Face names: strict loading, gathering, random initial values."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .axes import SingleAxis
+from .config import DecoderConfig
+from .decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from .families import lookup
+
+MAX_PROBLEMS = 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LoadError(ValueError):
+    """Tensors that are not those of the decoder; the message lists each problem with both values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What `load` did."""
+
+    loaded: tuple[str, ...]
+    """Names of the decoder's parameters that were written."""
+    elsewhere: tuple[str, ...]
+    """Tensors of the model that belong to other pipeline stages."""
+    ignored: Mapping[str, str]
+    """Tensors left out by a rule of the family, with its reason."""
+    rounded: tuple[str, ...]
+    """Tensors whose values changed, because the decoder's dtype is narrower than theirs."""
+
+
+def layout(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> full shape of every tensor of a checkpoint of this model, a tied head not repeated."""
+    whole = Decoder(config, None, SingleAxis(), types.SimpleNamespace(num_leaves=1), device="meta")
+    return {name: tuple(p.shape) for name, p in whole.named_parameters()}
+
+
+@torch.no_grad()
+def load(decoder: Decoder, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> LoadReport:
+    """Fill every parameter of the decoder from full tensors; each rank keeps its part. No collectives.
+
+    LoadError lists missing, unexpected, repeated and misshapen tensors, and a separate head in a tied checkpoint that
+    differs from the embedding; parameters may then be partly written. Derived layouts are the caller's to refresh.
+    """
+    config, rules = decoder.config, lookup(decoder.config.family).ignored
+    shapes = layout(config)
+    targets = dict(decoder.named_parameters())
+    source_of = {name: getattr(p, "tied_to", name) for name, p in targets.items()}
+    loaded, elsewhere, ignored, rounded, problems = [], [], {}, [], []
+    seen: set[str] = set()
+    ends: dict[str, torch.Tensor] = {}  # both ends of a tied model, this rank's part
+
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        reason = next((why for pattern, why in rules.items() if re.fullmatch(pattern, name)), None)
+        if reason is not None:
+            ignored[name] = reason
+            continue
+        if name in seen:
+            problems.append(f"{name} was given twice")
+            continue
+        seen.add(name)
+        extra_head = config.tied_head and name == HEAD_NAME
+        expected = shapes.get(EMBEDDING_NAME if extra_head else name)
+        if expected is None:
+            problems.append(f"unexpected {name} of shape {tuple(tensor.shape)}")
+            continue
+        if tuple(tensor.shape) != expected:
+            problems.append(_misshapen(name, tuple(tensor.shape), expected))
+            continue
+        if config.tied_head and name in (EMBEDDING_NAME, HEAD_NAME):
+            ends[name] = _vocabulary_part(decoder, tensor)
+        if extra_head:
+            continue
+        homes = [home for home, source in source_of.items() if source == name]
+        for home in homes:
+            part = targets[home].shard.slice(tensor, decoder.axis.rank)
+            targets[home].copy_(part)
+            if _changed(part, targets[home]):
+                rounded.append(home)
+        loaded += homes
+        if not homes:
+            elsewhere.append(name)
+
+    wanted = set(source_of.values())
+    problems += [f"missing {name} of shape {shapes[name]}" for name in sorted(wanted - seen)]
+    if len(ends) == 2 and not _same_bits(*ends.values()):
+        problems.append(f"{HEAD_NAME} differs from {EMBEDDING_NAME}, but the configuration ties them")
+    if problems:
+        more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise LoadError(f"{config.family} checkpoint refused: " + "; ".join(problems[:MAX_PROBLEMS]) + more)
+    return LoadReport(loaded=tuple(loaded), elsewhere=tuple(elsewhere), ignored=ignored, rounded=tuple(rounded))
+
+
+def _misshapen(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if name in (EMBEDDING_NAME, HEAD_NAME) and len(got) == 2 and got[0] != expected[0]:
+        return f"{name} has a vocabulary of {got[0]} rows, the configuration says vocab_size = {expected[0]}"
+    return f"{name} has shape {got}, the configuration gives {expected}"
+
+
+def _changed(given: torch.Tensor, kept: torch.Tensor) -> bool:
+    if given.dtype == kept.dtype:
+        return False
+    back, given = kept.to(given.dtype), given.to(kept.device)
+    return bool(((back != given) & ~(back.isnan() & given.isnan())).any())
+
+
+def _vocabulary_part(decoder: Decoder, full: torch.Tensor) -> torch.Tensor:
+    size = full.shape[0] // decoder.axis.size
+    return full.narrow(0, decoder.axis.rank * size, size)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = _BITS[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+@torch.no_grad()
+def iter_export(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """(checkpoint name, full tensor) of every parameter of this stage, in module order. Collective over the axis.
+
+    A stage's copy of a tied embedding is left out: the stage with the embedding exports it.
+    """
+    for name, p in decoder.named_parameters():
+        if hasattr(p, "tied_to"):
+            continue
+        yield name, p.detach() if p.shard.dim is None else decoder.axis.all_gather(p.detach(), p.shard.dim)
+
+
+def export(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """All of `iter_export` at once. Collective over the axis."""
+    return dict(iter_export(decoder))
+
+
+def random_tensors(config: DecoderConfig, seed: int, std: float = 0.02) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors of a fresh model, a function of config and seed only: never of the layout that will load them.
+
+    Matrices are normal with `std`, norm weights 1, biases 0; in the config's dtype, on the CPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config.dtype)
+    for name, shape in layout(config).items():
+        if len(shape) == 2:
+            yield name, torch.randn(shape, generator=generator).mul_(std).to(dtype)
+        else:
+            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype)
