@@ -1,0 +1,1 @@
+"""One adapter per host. The two never import each other."""

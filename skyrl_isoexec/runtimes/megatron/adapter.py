@@ -1,0 +1,136 @@
+"""The unified decoder as a Megatron module: a pipeline stage that Megatron's DDP, optimizers, schedules, recomputation
+and distributed checkpoints take as they take a model of their own.
+
+Activations between stages are [S, B, H], as Megatron's schedules move them; inside, a micro-batch is T packed rows.
+Padding at a row's end is computed like a token: no row before it can see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from ...model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+
+
+class MegatronDecoder(MegatronModule):
+    """One pipeline stage of the decoder with Megatron's attributes on its parameters."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: TransformerConfig, decoder: Decoder, *, pre_process: bool, post_process: bool) -> None:
+        super().__init__(config)
+        self.decoder = decoder
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, None
+        self.share_embeddings_and_output_weights = decoder.config.tied_head
+        self.stage_input: torch.Tensor | None = None
+        for name, parameter in decoder.named_parameters():
+            dim = parameter.shard.dim
+            if dim is not None:
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            if name in (EMBEDDING_NAME, HEAD_NAME):
+                parameter.is_embedding_or_output_parameter = True
+                if decoder.config.tied_head and config.pipeline_model_parallel_size > 1:
+                    parameter.shared_embedding = True
+                    parameter.shared = not pre_process  # the copy is left out of the gradient norm
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
+        """The previous stage's output [S, B, H]; None on the first stage."""
+        self.stage_input = input_tensor[0] if isinstance(input_tensor, (list, tuple)) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The weight that first and last stage of a tied model share, if this stage holds it."""
+        if self.pre_process:
+            return self.decoder.model.embed_tokens.weight
+        return self.decoder.lm_head.weight if self.post_process else None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unknown: Any,
+    ) -> torch.Tensor:
+        """Logits [B, S, V / TP] fp32 on the last stage, activations [S, B, H] elsewhere.
+
+        `input_ids` is int64 [B, S], left-aligned, or packed [1, T] with `packed_seq_params`. Positions count from each
+        sequence's start, so `position_ids` and `attention_mask` say nothing more. TypeError for any other argument.
+        """
+        if unknown:
+            raise TypeError(f"MegatronDecoder does not take {sorted(unknown)}")
+        batch, length = input_ids.shape if self.pre_process else self._stage_shape(packed_seq_params)
+        if packed_seq_params is None:
+            cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=input_ids.device)
+            positions_T = torch.arange(length, device=input_ids.device).repeat(batch)
+        else:
+            cu_seqlens = packed_seq_params.cu_seqlens_q_padded.to(torch.int32)
+            starts_T = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+            positions_T = torch.arange(length, device=input_ids.device) - starts_T
+        if self.pre_process:
+            x_TH = self.decoder.embed(input_ids.reshape(-1))
+        else:
+            x_TH = self.stage_input.transpose(0, 1).reshape(batch * length, -1)
+        x_TH = self._layers(x_TH, positions_T, cu_seqlens)
+        if not self.post_process:
+            return x_TH.view(batch, length, -1).transpose(0, 1).contiguous()
+        return self.decoder.logits(x_TH).view(batch, length, -1)
+
+    def _stage_shape(self, packed: PackedSeqParams | None) -> tuple[int, int]:
+        length, batch, _ = self.stage_input.shape
+        return batch, length
+
+    def _layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        kernels, scale = self.decoder.kernels, self.decoder.config.scale
+
+        def attend(_: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            return kernels.attention(q_TND, k_TKD, v_TKD, cu_seqlens, scale)
+
+        recompute = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
+        for index in self.decoder.layer_indices:
+            if recompute:
+
+                def run(rows: torch.Tensor, index: int = index) -> torch.Tensor:
+                    return self.decoder.layer(index, rows, positions_T, attend)
+
+                x_TH = tensor_parallel.checkpoint(run, False, x_TH)
+            else:
+                x_TH = self.decoder.layer(index, x_TH, positions_T, attend)
+        return x_TH
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Sharded tensors under the state dict's names; a last stage's copy of a tied embedding is a replica of it."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tensors = {f"decoder.{name}": p for name, p in self.decoder.named_parameters()}
+        axes = {f"decoder.{n}": p.shard.dim for n, p in self.decoder.named_parameters() if p.shard.dim is not None}
+        sharded = make_sharded_tensors_for_checkpoint(
+            tensors,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, parameter in self.decoder.named_parameters():
+            if hasattr(parameter, "tied_to"):
+                copy = sharded[f"{prefix}decoder.{name}"]
+                copy.key = f"{prefix}decoder.{parameter.tied_to}"
+                copy.replica_id = (1, *copy.replica_id[1:])
+        return sharded
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, with a tied head filled from the embedding that it is."""
+        state = dict(state_dict)
+        if self.pre_process and self.post_process and self.decoder.config.tied_head:
+            state.setdefault(f"decoder.{HEAD_NAME}", state[f"decoder.{EMBEDDING_NAME}"])
+        return super().load_state_dict(state, strict=strict, assign=assign)

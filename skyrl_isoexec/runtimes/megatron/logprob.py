@@ -1,0 +1,54 @@
+"""Token log-probabilities of a vocabulary-parallel trainer: the sampler's function, its leaves spread over ranks.
+
+Shapes: T rows, V vocabulary of this rank, L leaves of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...kernels.bundle import Kernels
+from ...model.axes import Axis
+
+TokenLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Forward: the fixed order of the logprob kernel. Backward: onehot - softmax on this rank's part, no collective."""
+
+    @staticmethod
+    def forward(ctx, logits_TV, ids_T, kernels: Kernels, axis: Axis, local_leaves: int):
+        max_T = axis.max(kernels.row_max(logits_TV))
+        sums = axis.stack_gather(kernels.leaf_sums(logits_TV, max_T, local_leaves))  # [size, L, T]
+        total_T = kernels.tree_sum(sums.reshape(-1, 1, logits_TV.shape[0])).reshape(-1)
+        size = logits_TV.shape[1]
+        owner_T = torch.div(ids_T, size, rounding_mode="floor")
+        mine_T = owner_T == axis.rank
+        local_T = torch.where(mine_T, ids_T - axis.rank * size, 0)
+        own = logits_TV.gather(1, local_T[:, None])[:, 0]
+        chosen_T = axis.stack_gather(own)[owner_T, torch.arange(own.shape[0], device=own.device)]
+        ctx.save_for_backward(logits_TV, max_T, total_T, local_T, mine_T)
+        return kernels.finish(chosen_T, max_T, total_T)
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        logits_TV, max_T, total_T, local_T, mine_T = ctx.saved_tensors
+        grad_TV = (logits_TV - max_T[:, None]).exp_().div_(total_T[:, None]).mul_(-grad_T[:, None])
+        grad_TV.scatter_add_(1, local_T[:, None], torch.where(mine_T, grad_T, 0.0)[:, None])
+        return grad_TV, None, None, None, None
+
+
+def token_logprobs(kernels: Kernels, axis: Axis, num_leaves: int) -> TokenLogprobs:
+    """The function (logits [..., V] fp32, int64 ids [...]) -> fp32 [...] of one trainer; ids count the whole vocabulary.
+
+    The logits are already divided by the temperature. Bits equal `kernels.logprobs` on the gathered row. Collective.
+    """
+
+    def compute(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows_TV = logits.reshape(-1, logits.shape[-1])
+        out_T = _TokenLogprobs.apply(rows_TV, ids.reshape(-1), kernels, axis, num_leaves // axis.size)
+        return out_T.view(ids.shape)
+
+    return compute
