@@ -17,7 +17,7 @@ def canonical(t: Tensor) -> Tensor:
 
 
 def count_mismatches(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """(elements whose bits differ, elements compared); ValueError for other shapes, other dtypes or nothing to compare."""
+    """(elements whose bits differ, elements compared); ValueError for other shapes or dtypes or nothing to compare."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"cannot compare {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} {b.dtype}")
     if a.numel() == 0:

@@ -5,9 +5,9 @@ entry point has one signature, and a bfloat16 tensor needs no view. The caller k
 
 - `@compiled` makes an entry point: one thread, without the interpreter lock, machine code cached on disk.
 - `@inlined` makes a piece of one.
-- `f32(address)[i]`, `u16`, `i32`, `i64` read and write memory; bfloat16 is `widen(u16(address)[i])` and `narrow(value)`.
+- `f32(address)[i]`, `u16`, `i32`, `i64` read and write memory; bfloat16 is `widen(u16(address)[i])`, `narrow(value)`.
 
-What must stay equal: no fused multiply-add, no reassociation. `fastmath` stays off, so that the compiler may do neither.
+What must stay equal: no fused multiply-add, no reassociation. `fastmath` stays off, so the compiler may do neither.
 Constants are numpy float32 scalars, because a Python float or int would silently widen an expression to float64.
 """
 
@@ -79,8 +79,8 @@ def inlined(function: Callable) -> Callable:
 
 def _pointer(element: types.Type) -> Callable:
     @intrinsic
-    def pointer(typing_context, address):  # noqa: ANN001, ANN202: read by numba
-        def codegen(context, builder, signature, arguments):  # noqa: ANN001, ANN202
+    def pointer(typing_context, address):
+        def codegen(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(element)(types.int64), codegen
@@ -131,7 +131,7 @@ def narrow(x):
 
 @inlined
 def lane_tree(lanes):
-    """Balanced tree over the 16 fp32 elements of `lanes` (array or pointer): neighbours first, lower index on the left."""
+    """Balanced tree over the 16 fp32 elements of `lanes` (array or pointer): neighbours first, lower index left."""
     a = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]))
     b = ((lanes[8] + lanes[9]) + (lanes[10] + lanes[11])) + ((lanes[12] + lanes[13]) + (lanes[14] + lanes[15]))
     return a + b

@@ -1,7 +1,7 @@
 """Shared arithmetic in eager PyTorch: the definition of the order.
 
-Every product, sum and quotient rounds separately to fp32: nothing here may be fused. What must stay equal: `numeric.cpu`
-gives the same bits for every input, except that the payload of a NaN is free.
+Every product, sum and quotient rounds separately to fp32: nothing here may be fused. What must stay equal:
+`numeric.cpu` gives the same bits for every input, except that the payload of a NaN is free.
 """
 
 import torch
@@ -51,7 +51,7 @@ def lane_tree(lanes: Tensor) -> Tensor:
 
 
 def lane_sum(x: Tensor) -> Tensor:
-    """Sum of fp32 x over its last dimension: 16 lanes that start at +0 and take their elements ascending, then the tree."""
+    """Sum of fp32 x over its last dimension: 16 lanes start at +0 and take their elements ascending, then the tree."""
     lanes = torch.zeros(*x.shape[:-1], NUM_LANES, dtype=torch.float32, device=x.device)
     for start in range(0, x.shape[-1], NUM_LANES):
         chunk = x[..., start : start + NUM_LANES]
