@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .config import DecoderConfig
-from .layers import ColumnLinear, Place, RMSNorm, RowLinear
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.layers import ColumnLinear, Place, RMSNorm, RowLinear
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer index, q_TND, k_TKD, v_TKD) -> o_TND: packed rows in a trainer, pages in an engine."""

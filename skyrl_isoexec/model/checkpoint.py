@@ -17,9 +17,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .weights import LoadReport, export, iter_export, layout, load, random_tensors
+from skyrl_isoexec.model.weights import LoadError, LoadReport, export, iter_export, layout, load, random_tensors
 
 __all__ = [
+    "CheckpointError",
+    "LoadError",
     "LoadReport",
     "export",
     "iter_export",

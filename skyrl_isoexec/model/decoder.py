@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .attention import Attend, Attention
-from .axes import Axis
-from .config import DecoderConfig, check_partition
-from .layers import TORCH_DTYPES, ColumnLinear, Place, RMSNorm, VocabEmbedding
-from .mlp import MLP
-from .rope import rope_table
+from skyrl_isoexec.model.attention import Attend, Attention
+from skyrl_isoexec.model.axes import Axis
+from skyrl_isoexec.model.config import DecoderConfig, check_partition
+from skyrl_isoexec.model.layers import TORCH_DTYPES, ColumnLinear, Place, RMSNorm, VocabEmbedding
+from skyrl_isoexec.model.mlp import MLP
+from skyrl_isoexec.model.rope import rope_table
 
 if TYPE_CHECKING:
-    from ..kernels.bundle import Kernels
-    from ..schedule.schedule import Schedule
+    from skyrl_isoexec.kernels.bundle import Kernels
+    from skyrl_isoexec.schedule.schedule import Schedule
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .axes import Axis
-from .shard import Shard
+from skyrl_isoexec.model.axes import Axis
+from skyrl_isoexec.model.shard import Shard
 
 if TYPE_CHECKING:
-    from ..kernels.bundle import Kernels
+    from skyrl_isoexec.kernels.bundle import Kernels
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .config import DecoderConfig
-from .layers import ColumnLinear, Place, RowLinear
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.layers import ColumnLinear, Place, RowLinear
 
 
 class MLP(nn.Module):

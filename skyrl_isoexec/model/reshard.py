@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .shard import Shard
+from skyrl_isoexec.model.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)

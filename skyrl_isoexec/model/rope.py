@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from .config import DecoderConfig
+from skyrl_isoexec.model.config import DecoderConfig
 
 
 def inverse_frequencies(config: DecoderConfig) -> list[float]:

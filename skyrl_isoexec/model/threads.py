@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from .axes import Axis
+from skyrl_isoexec.model.axes import Axis
 
 T = TypeVar("T")
 

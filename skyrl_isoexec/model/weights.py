@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from .axes import SingleAxis
-from .config import DecoderConfig
-from .decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
-from .families import lookup
+from skyrl_isoexec.model.axes import SingleAxis
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.schedule.bits import bit_view
+from skyrl_isoexec.schedule.schedule import Schedule
 
 MAX_PROBLEMS = 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadError(ValueError):
@@ -38,7 +38,7 @@ class LoadReport:
 
 def layout(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name -> full shape of every tensor of a checkpoint of this model, a tied head not repeated."""
-    whole = Decoder(config, None, SingleAxis(), types.SimpleNamespace(num_leaves=1), device="meta")
+    whole = Decoder(config, None, SingleAxis(), Schedule(), device="meta")
     return {name: tuple(p.shape) for name, p in whole.named_parameters()}
 
 
@@ -117,8 +117,7 @@ def _vocabulary_part(decoder: Decoder, full: torch.Tensor) -> torch.Tensor:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = _BITS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return a.dtype == b.dtype and torch.equal(bit_view(a), bit_view(b))
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import DecoderConfig
-from . import llama, mimo, qwen2, qwen3
-from .base import Family, Unsupported
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.families import llama, mimo, qwen2, qwen3
+from skyrl_isoexec.model.families.base import Family, Unsupported
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (qwen3, llama, qwen2, mimo)}
 OWN_ARCHITECTURE = "IsoExecForCausalLM"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..config import LLAMA3_KEYS, DecoderConfig
+from skyrl_isoexec.model.config import LLAMA3_KEYS, DecoderConfig
 
 INERT = frozenset(
     "transformers_version architectures model_type _name_or_path name_or_path initializer_range use_cache auto_map "

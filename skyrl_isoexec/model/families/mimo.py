@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import DecoderConfig
-from .base import Family, read_config, refuse
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.families.base import Family, read_config, refuse
 
 
 def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> DecoderConfig:
