@@ -1,0 +1,98 @@
+"""The Ray cluster of a run on one machine, and the environment of its processes. All variables set here are the hosts'.
+
+Without CUDA, Ray's GPUs are logical slots: one per trainer rank and engine worker, so that SkyRL's placement groups
+work as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
+
+from ..runtimes.vllm.settings import CPU_ENVIRONMENT
+
+OBJECT_STORE_BYTES = 256 * 2**20
+
+THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""One thread a process: on a small machine the processes of a run already outnumber its cores."""
+
+
+def environment(*, log_file: Path, cuda: bool, kv_cache_gib: int) -> dict[str, str]:
+    """Variables of every Ray worker of a run."""
+    common = {
+        "SKYRL_LOG_FILE": str(log_file),
+        "VLLM_PLUGINS": "isoexec",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    if cuda:
+        return common
+    return {
+        **common,
+        **THREADS,
+        **CPU_ENVIRONMENT,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+
+
+def slots(cfg: Any) -> int:
+    """GPUs, or logical slots, that SkyRL's placement asks for."""
+    placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
+    trainer = placement.policy_num_gpus_per_node * placement.policy_num_nodes
+    if placement.colocate_all:
+        return trainer
+    workers = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    uses_ref = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
+    ref = 0 if placement.colocate_policy_ref or not uses_ref else placement.ref_num_gpus_per_node
+    return trainer + ref + engine.num_engines * workers
+
+
+class Cluster:
+    """A local Ray, started on entry and ended with all its processes and files on exit."""
+
+    def __init__(self, cfg: Any, env: dict[str, str], *, cuda: bool) -> None:
+        self._cfg, self._env, self._cuda = cfg, env, cuda
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Cluster:
+        os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ.update(self._env)
+        os.environ.pop("SKYRL_LOG_FILE")  # the workers' output goes to the file, the launcher's to the terminal
+        self._folder = Path(tempfile.mkdtemp(prefix="isoexec-ray-"))  # Ray's sockets need a short path
+        count = slots(self._cfg)
+        options: dict[str, Any] = {} if self._cuda else {"num_gpus": count, "num_cpus": max(16, 4 * count)}
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="WARNING",
+            object_store_memory=OBJECT_STORE_BYTES if not self._cuda else None,
+            runtime_env={"env_vars": self._env},
+            _temp_dir=str(self._folder),
+            **options,
+        )
+        sync_registries()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""SkyRL's experiment, trainer and generator with the three things this project adds to them: workers, counts, seeds.
+
+Everything else of a run (data, environments, advantages, loss, dynamic sampling, checkpoints) is SkyRL's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
+from skyrl.train.dataset import PromptDataset
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl.train.trainer import RayPPOTrainer
+
+from .exactness import compare
+from .record import Record
+from .workers import worker_classes
+
+
+class CountingTrainer(RayPPOTrainer):
+    """SkyRL's trainer; a step also counts the tokens whose rollout and trainer log-probabilities differ in a bit."""
+
+    def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+        """SkyRL's scoring pass, then the count. ComparisonError if there is nothing to compare."""
+        scored = super().fwd_logprobs_values_reward(training_input)
+        counts = compare(scored.get("rollout_logprobs"), scored.get("action_log_probs"), scored["loss_mask"])
+        self.all_metrics.update(counts)
+        return scored
+
+
+def request_seed(run_seed: int, step: int, instance: str, repetition: int) -> int:
+    """A sampling seed in [0, 2**31) for one trajectory: a function of its place in the run, not of timing."""
+    text = f"{run_seed}/{step}/{instance}/{repetition}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+
+class SeededGenerator(SkyRLGymGenerator):
+    """SkyRL's generator; each trajectory samples with a seed of its own, so that a run can be repeated to the bit."""
+
+    run_seed: int = 0
+
+    async def generate(self, input_batch: Any, disable_tqdm: bool = True) -> Any:
+        """As SkyRL's; remembers which step the batch belongs to."""
+        metadata = input_batch.get("batch_metadata")
+        self._step = metadata.global_step if metadata is not None else 0
+        return await super().generate(input_batch, disable_tqdm=disable_tqdm)
+
+    async def agent_loop(self, *args: Any, sampling_params: Any = None, trajectory_id: Any = None, **rest: Any) -> Any:
+        """As SkyRL's, with the trajectory's seed among its sampling parameters."""
+        if sampling_params is not None and trajectory_id is not None:
+            place = (self._step, trajectory_id.instance_id, trajectory_id.repetition_id)
+            sampling_params = {**sampling_params, "seed": request_seed(self.run_seed, *place)}
+        return await super().agent_loop(*args, sampling_params=sampling_params, trajectory_id=trajectory_id, **rest)
+
+
+class Experiment(BasePPOExp):
+    """A run of one arm: `exec=isoexec` or `exec=native`."""
+
+    def __init__(self, cfg: Any, *, run_dir: Path, seeded: bool) -> None:
+        self._run_dir, self._seeded = run_dir, seeded
+        super().__init__(cfg)
+
+    def _dataset(self, files: list[str]) -> PromptDataset:
+        return PromptDataset(
+            datasets=files,
+            tokenizer=self.tokenizer,
+            max_prompt_length=self.cfg.trainer.max_prompt_length,
+            num_workers=1,  # a small set; more would start interpreters that take longer than the work
+        )
+
+    def get_train_dataset(self) -> PromptDataset:
+        """The training prompts; refuses prompts that are too long, which SkyRL would drop without a word."""
+        data = self._dataset(self.cfg.data.train_data)
+        _refuse_dropped(data, self.cfg.data.train_data, self.cfg.trainer.max_prompt_length)
+        if len(data) < self.cfg.trainer.train_batch_size:
+            raise ValueError(
+                f"data.train_data has {len(data)} prompts, fewer than trainer.train_batch_size = "
+                f"{self.cfg.trainer.train_batch_size}"
+            )
+        return data
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        """The evaluation prompts, if evaluation is on."""
+        if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
+            return self._dataset(self.cfg.data.val_data)
+        return None
+
+    def get_worker_classes(self) -> tuple[Any, None, Any]:
+        """Workers that build this project's model, or the stock one."""
+        return worker_classes()
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+        """SkyRL's generator, with seeds if the run asks for them."""
+        if not self._seeded:
+            return super().get_generator(cfg, tokenizer, inference_engine_client)
+        generator = SeededGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            policy_model_name=resolve_policy_model_name(cfg),
+        )
+        generator.run_seed = cfg.trainer.seed
+        return generator
+
+    def get_trainer(self, **parts: Any) -> CountingTrainer:
+        """SkyRL's trainer that also counts."""
+        return CountingTrainer(**parts)
+
+    def get_tracker(self) -> Record:
+        """SkyRL's tracker, recorded in the run folder."""
+        return Record(super().get_tracker(), self._run_dir, self.cfg.trainer.max_training_steps)
+
+    def close(self) -> None:
+        """Stop router and servers; safe to call twice and after a failed start."""
+        for group in self._server_groups or []:
+            group.shutdown()
+        if self._inference_router is not None:
+            self._inference_router.shutdown()
+
+
+def _refuse_dropped(data: PromptDataset, files: list[str], limit: int) -> None:
+    import datasets
+
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    total = 0
+    for file in files:
+        kind = kinds.get(Path(file).suffix)
+        if kind is None:
+            return  # a data set by name: SkyRL's own filter decides
+        total += len(datasets.load_dataset(kind, data_files=file, keep_in_memory=True)["train"])
+    if total != len(data):
+        raise ValueError(
+            f"{total - len(data)} of {total} prompts in {', '.join(files)} are longer than "
+            f"trainer.max_prompt_length = {limit} tokens; raise it (and generator.max_input_length) or shorten them"
+        )

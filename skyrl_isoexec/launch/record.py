@@ -1,0 +1,68 @@
+"""What a run leaves behind, and what it shows: `metrics.jsonl` in the run folder, and one line a step on the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+REWARD = "reward/avg_raw_reward"
+DIFF_MEAN = "policy/rollout_train_logprobs_abs_diff_mean"
+DIFF_MAX = "policy/rollout_train_logprobs_abs_diff_max"
+PHASES = (
+    ("generate", "timing/generate"),
+    ("score", "timing/fwd_logprobs_values_reward"),
+    ("train", "timing/train_critic_and_policy"),
+    ("sync", "timing/sync_weights"),
+    ("step", "timing/step"),
+)
+HEADER = (
+    f"{'step':>5} {'reward':>7} {'mean |diff|':>12} {'max |diff|':>12} {'mismatched':>10} {'compared':>9}  "
+    + " ".join(f"{name:>9}" for name, _ in PHASES)
+)
+
+
+def plain(value: Any) -> Any:
+    """A number or text that JSON can hold, from a metric."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def step_line(step: int, metrics: dict[str, Any], total: int | None) -> str:
+    """One row under HEADER; a value the step does not have is shown as '-'."""
+
+    def show(name: str, form: str) -> str:
+        return format(metrics[name], form) if name in metrics else "-"
+
+    label = f"{step}/{total}" if total else str(step)
+    seconds = " ".join(f"{show(key, '.2f') + ' s':>9}" for _, key in PHASES)
+    counts = f"{show('isoexec/mismatched_tokens', 'd'):>10} {show('isoexec/compared_tokens', 'd'):>9}"
+    return f"{label:>5} {show(REWARD, '.3f'):>7} {show(DIFF_MEAN, '.3e'):>12} {show(DIFF_MAX, '.3e'):>12} {counts}  {seconds}"
+
+
+class Record:
+    """SkyRL's tracker with a copy of every step in `metrics.jsonl`.
+
+    The file is opened for appending, so that a resumed run goes on in it.
+    """
+
+    def __init__(self, tracker: Any, folder: Path, total_steps: int | None) -> None:
+        self._tracker, self._total, self._shown = tracker, total_steps, False
+        self._path = folder / "metrics.jsonl"
+
+    def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
+        """Write, show and pass on one step's metrics."""
+        row = {key: plain(value) for key, value in data.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **row}, sort_keys=True) + "\n")
+        if "isoexec/compared_tokens" in row:
+            if not self._shown:
+                print(HEADER, flush=True)
+                self._shown = True
+            print(step_line(step, row, self._total), flush=True)
+        self._tracker.log(data, step=step, commit=commit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)

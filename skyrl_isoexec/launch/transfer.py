@@ -1,0 +1,94 @@
+"""SkyRL's weight transfer interface over gloo, for trainers without CUDA, and the extractor that reads our trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from skyrl.backends.skyrl_train.weight_sync import (
+    BroadcastInitInfo,
+    BroadcastTransferStrategy,
+    WeightChunk,
+    WeightExtractor,
+    WeightTransferSender,
+)
+
+from ..runtimes.megatron.weights import export, shapes
+from ..runtimes.vllm.transfer import GlooTransfer
+
+
+class Extractor(WeightExtractor):
+    """Full tensors of a Megatron policy, one chunk each, under checkpoint names. Collective over all ranks."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list]:
+        """Names, dtype names and shapes of what `extract_weights` yields, in its order."""
+        found = shapes(self._module)
+        return {
+            "names": list(found),
+            "dtype_names": [str(dtype).removeprefix("torch.")] * len(found),
+            "shapes": [list(shape) for shape in found.values()],
+        }
+
+    def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:
+        """The tensors, cast to the engine's dtype."""
+        for name, tensor in export(self._module, dtype):
+            yield WeightChunk(names=[name], dtypes=[str(dtype)], shapes=[list(tensor.shape)], tensors=[tensor])
+
+
+class GlooSender(WeightTransferSender):
+    """Rank 0 of the trainer drives the servers and broadcasts; the other ranks take part in gathering."""
+
+    def __init__(self, group: Any, client: Any) -> None:
+        self._group, self._client = group, client
+
+    async def send_chunks(self, chunks: Iterable[WeightChunk], weight_metadata: dict[str, list] | None = None) -> None:
+        """Send one update of all tensors. `weight_metadata` announces them."""
+        if weight_metadata is None:
+            raise ValueError("weight_metadata is missing: the receivers must know what is sent to them")
+        tensors = ((name, t) for chunk in chunks for name, t in zip(chunk.names, chunk.tensors, strict=True))
+        if dist.get_rank() == 0:
+            await self._client.start_weight_update(is_checkpoint_format=True)
+            receive = asyncio.create_task(self._client.update_weights_nccl({**weight_metadata, "packed": True}))
+            arguments = {"group": self._group, "packed": True}
+            await asyncio.to_thread(GlooTransfer.trainer_send_weights, iterator=tensors, trainer_args=arguments)
+            await receive
+            await self._client.finish_weight_update()
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    def teardown(self) -> None:
+        """Leave the transfer group."""
+        self._group = None
+
+
+class GlooStrategy(BroadcastTransferStrategy):
+    """SkyRL's broadcast strategy with vLLM's gloo transfer engine of this package at the other end."""
+
+    @staticmethod
+    def create_sender(init_info: BroadcastInitInfo, inference_client: Any) -> GlooSender:
+        """Rank 0 joins the transfer group, which waits for every engine worker."""
+        group = None
+        if dist.get_rank() == 0:
+            group = GlooTransfer.trainer_init(
+                {
+                    "master_address": init_info.master_addr,
+                    "master_port": init_info.master_port,
+                    "world_size": init_info.world_size,
+                }
+            )
+        return GlooSender(group, inference_client)
+
+    @staticmethod
+    def get_vllm_transfer_engine() -> type:
+        """The receiver's class."""
+        from ..runtimes.vllm.weights import GlooWeightTransferEngine
+
+        return GlooWeightTransferEngine
