@@ -1,0 +1,138 @@
+"""The unified decoder as a vLLM model: the engine schedules, pages and samples; the arithmetic is ours.
+
+One worker holds one tensor-parallel rank of the decoder. Every row of a step is computed as if it were alone, so what
+shares the step, how a prompt was cut, and what was cached change nothing.
+
+Shapes: T tokens of a step, H hidden, V whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.sequence import IntermediateTensors
+
+from ...kernels.bundle import load_kernels
+from ...model.config import DecoderConfig
+from ...model.decoder import Decoder
+from ...model.families import lookup
+from .attention import bind
+from .axes import tensor_axis
+from .install import LogSoftmax, install_log_softmax, installed_log_softmax
+from .settings import EngineSettings
+from .weights import WeightLoader
+
+
+class IsoExecForCausalLM(Decoder):
+    """Registered with vLLM under this name; parameters have the names of Hugging Face checkpoints."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        settings = EngineSettings.from_additional_config(vllm_config.additional_config)
+        config = read_model_config(vllm_config, settings)
+        check_engine(vllm_config, config, settings)
+        kernels = load_kernels(settings.kernels, settings.schedule)
+        device = vllm_config.device_config.device
+        super().__init__(config, kernels, tensor_axis(), settings.schedule, device=device)
+        self.requires_grad_(False)
+        table = self.cos_sin_PD
+        del self.cos_sin_PD
+        self.cos_sin_PD = table  # no buffer: a reload of the weights would take it for one of them
+        self.settings, self.loader = settings, WeightLoader(self)
+        self.log_softmax = LogSoftmax(kernels=kernels, num_leaves=settings.schedule.num_leaves)
+        install_log_softmax(self.log_softmax)
+        backend, last = bind(kernels, settings.schedule.kv_block), config.num_layers - 1
+        self.pages = nn.ModuleList(
+            Attention(
+                config.num_heads // self.axis.size,
+                config.head_dim,
+                config.scale,
+                num_kv_heads=config.num_kv_heads // self.axis.size,
+                cache_config=vllm_config.cache_config,
+                prefix=f"model.layers.{index}.self_attn.attn",
+                attn_backend=backend,
+                kernels=kernels,
+                after_loading=self.loader.finish if index == last else None,
+            )
+            for index in range(config.num_layers)
+        )
+
+    def attend(self, index: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        """Attention of one layer over vLLM's pages, [T, N * D]."""
+        return self.pages[index](q_TND, k_TKD, v_TKD)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """x_TH of token ids."""
+        return self.embed(input_ids.long())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **unknown: object,
+    ) -> torch.Tensor:
+        """The residual stream x_TH after the last layer. RuntimeError if it would not be the trainer's."""
+        if unknown or intermediate_tensors is not None or inputs_embeds is not None:
+            given = sorted(unknown) + [
+                name
+                for name, value in (("intermediate_tensors", intermediate_tensors), ("inputs_embeds", inputs_embeds))
+                if value is not None
+            ]
+            raise TypeError(f"IsoExecForCausalLM takes token ids and positions; it was given {given}")
+        if get_forward_context().attn_metadata is not None:
+            self._check_ready()
+        return self.layers(self.embed_input_ids(input_ids), positions, self.attend)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] on every rank, from rows of the residual stream."""
+        return self.full_logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Take full tensors, of a checkpoint or of a trainer's update; returns the names that vLLM may tick off."""
+        self.loader.accept(weights)
+        return set(self.loader.homes)
+
+    def _check_ready(self) -> None:
+        if not self.loader.complete or self.loader.received:
+            raise RuntimeError(
+                f"the weights are incomplete: {len(self.loader.received)} of {len(self.loader.homes)} tensors of an "
+                "update have come, or the last update was refused"
+            )
+        if installed_log_softmax() is not self.log_softmax:
+            raise RuntimeError("another model of this process replaced the log-softmax; run one engine per process")
+
+
+def read_model_config(vllm_config: VllmConfig, settings: EngineSettings) -> DecoderConfig:
+    """The decoder's configuration, in the engine's dtype; refuses a checkpoint of another family than the settings'."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return lookup(settings.family).from_hf(model.hf_config.to_dict(), dtype=dtype)
+
+
+def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: EngineSettings) -> None:
+    """Refuse (ValueError) options of the engine that this model does not compute exactly, naming them."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    block = settings.schedule.kv_block
+    rules = (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
+        ("quantization", model.quantization, model.quantization is None, "none"),
+        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto"),
+        ("enable_lora", vllm_config.lora_config is not None, vllm_config.lora_config is None, "off"),
+        ("speculative_config", vllm_config.speculative_config, vllm_config.speculative_config is None, "none"),
+        ("block_size", cache.block_size, cache.block_size % block == 0, f"a multiple of schedule.kv_block = {block}"),
+        (
+            "max_model_len",
+            model.max_model_len,
+            model.max_model_len <= config.max_position,
+            f"at most max_position_embeddings = {config.max_position}",
+        ),
+    )
+    for name, value, holds, supported in rules:
+        if not holds:
+            raise ValueError(f"engine option {name} = {value!r} is not supported; supported: {supported}")

@@ -1,0 +1,63 @@
+"""The entry point of the plugin, and the one function that changes vLLM's behaviour in a worker process.
+
+`register` runs in every process of every engine, so it only adds names: an architecture, an attention backend and a way
+to transfer weights. An engine that asks for none of them computes what it did. `install_log_softmax` is called by our
+model when a worker builds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.bundle import Kernels
+from .settings import ARCHITECTURE, TRANSFER_BACKEND
+
+MODEL = "skyrl_isoexec.runtimes.vllm.adapter:IsoExecForCausalLM"
+BACKEND = "skyrl_isoexec.runtimes.vllm.attention.PagedBackend"
+ENGINE = ("skyrl_isoexec.runtimes.vllm.weights", "GlooWeightTransferEngine")
+
+
+def register() -> None:
+    """Adds our names to vLLM's registries; may run any number of times in a process."""
+    from vllm import ModelRegistry
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if ARCHITECTURE not in ModelRegistry.models:
+        ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, *ENGINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSoftmax:
+    """Log-probabilities of whole rows by our kernels; equal if kernels and number of leaves are."""
+
+    kernels: Kernels
+    num_leaves: int
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, vocabulary] -> same; -inf marks a token that cannot be sampled."""
+        return self.kernels.logprobs(logits, num_leaves=self.num_leaves)
+
+
+def install_log_softmax(function: LogSoftmax) -> None:
+    """Makes every log-probability of this process ours; RuntimeError if vLLM has no place for it."""
+    from vllm.v1.sample.ops import logprobs
+
+    if not hasattr(logprobs, "log_softmax_override"):
+        raise RuntimeError(
+            "this vLLM lacks patches/vllm/seam-log-softmax.patch, so its log-probabilities cannot be those of the "
+            "trainer; run: isoexec patches apply"
+        )
+    logprobs.log_softmax_override = function
+
+
+def installed_log_softmax() -> object:
+    """What `install_log_softmax` put in place; None if nothing is, or if vLLM has no place for it."""
+    from vllm.v1.sample.ops import logprobs
+
+    return getattr(logprobs, "log_softmax_override", None)

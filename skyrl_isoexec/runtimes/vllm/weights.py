@@ -1,0 +1,178 @@
+"""Weights into the engine's decoder, strictly and in place; and the engine end of the gloo transfer.
+
+vLLM loads in two ways: all tensors of a checkpoint at once, or, in an update from a trainer, call by call while its
+layerwise reload holds the parameters back and puts them in place when it finishes. Both end in `finish`, which refuses
+a set that is not complete: an engine never computes with half an update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ...model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from ...model.families import lookup
+from ...model.weights import LoadError, layout
+from .transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
+
+MAX_NAMES = 20
+
+
+class WeightLoader:
+    """Tensors under Hugging Face names into one decoder; each rank keeps its part, at the same address."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.shapes = decoder, layout(decoder.config)
+        self.homes: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in self.shapes}
+        self.parameters = dict(decoder.named_parameters())
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for module in decoder.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                self.homes[names[id(parameter)]].append((module, leaf))
+                parameter.weight_loader = _make_loader(decoder.axis.rank)
+        self.rules = lookup(decoder.config.family).ignored
+        self.received: set[str] = set()
+        self.complete = False
+        self.held_back = False
+        self._tied_head: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def accept(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take full tensors; LoadError names an unexpected, repeated, misshapen or wrongly typed one.
+
+        When they complete the set, and vLLM does not hold the parameters back, the set is finished here.
+        """
+        if not self.received:
+            self.held_back = any(getattr(*home).is_meta for homes in self.homes.values() for home in homes)
+        for name, tensor in tensors:
+            if any(re.fullmatch(pattern, name) for pattern in self.rules):
+                continue
+            if self.decoder.config.tied_head and name == HEAD_NAME:
+                self._tied_head = tensor.clone()
+                continue
+            self._check(name, tensor)
+            self.received.add(name)
+            for module, leaf in self.homes[name]:
+                parameter = getattr(module, leaf)
+                parameter.weight_loader(parameter, tensor)
+        if not self.held_back and len(self.received) == len(self.homes):
+            self.finish()
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        expected = self.shapes.get(name)
+        if expected is None:
+            raise LoadError(f"unexpected tensor {name} of shape {tuple(tensor.shape)}")
+        if name in self.received:
+            raise LoadError(f"tensor {name} was given twice in one update")
+        if tuple(tensor.shape) != expected:
+            raise LoadError(f"{name} has shape {tuple(tensor.shape)}, the configuration gives {expected}")
+        dtype = self.parameters[name].dtype
+        if self.complete and tensor.dtype != dtype:
+            raise LoadError(f"{name} was sent as {tensor.dtype}, the engine computes with {dtype}")
+
+    def finish(self) -> None:
+        """All tensors are in place: rebuild derived layouts. LoadError names what is missing.
+
+        After a refusal the decoder stays incomplete until a whole set has been loaded. Without any tensor, as after
+        vLLM's dummy loading, only the derived layouts are rebuilt.
+        """
+        missing = sorted(self.homes.keys() - self.received) if self.received else []
+        received, self.received = bool(self.received), set()
+        head, self._tied_head = self._tied_head, None
+        if missing:
+            self.complete = False
+            more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
+            raise LoadError(f"the weights are incomplete; missing: {', '.join(missing[:MAX_NAMES])}{more}")
+        if head is not None:
+            self._check_tied(head)
+        self.decoder.refresh_packed()
+        self.complete = self.complete or received
+
+    def _check_tied(self, head: torch.Tensor) -> None:
+        embedding = self.parameters[EMBEDDING_NAME]
+        part = embedding.shard.slice(head, self.decoder.axis.rank).to(embedding.device, embedding.dtype)
+        if not torch.equal(part.view(torch.uint8), embedding.detach().view(torch.uint8)):
+            self.complete = False
+            raise LoadError(f"{HEAD_NAME} differs from {EMBEDDING_NAME}, but the configuration ties them")
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the bytes of this rank's part of every parameter."""
+        return {
+            name: hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+            for name, p in self.parameters.items()
+        }
+
+
+def _make_loader(rank: int) -> Callable[[torch.nn.Parameter, torch.Tensor], None]:
+    def load_part(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        # vLLM calls this twice in an update: on a stand-in to count elements, then on the memory that is to be filled.
+        param.copy_(param.shard.slice(loaded_weight, rank))
+
+    return load_part
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """As NCCL's: where the trainer waits, the first rank of this engine, and the number of ranks with the trainer."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """As NCCL's: what comes, in order; several tensors share a message if `packed`."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update_kind != "dense":
+            raise ValueError(f"update_kind {self.update_kind!r} is not supported over gloo; only 'dense' is")
+        announce(self.names, self.dtype_names, self.shapes)
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """vLLM's weight transfer protocol over gloo, for workers without a GPU."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group; ranks follow vLLM's: data-parallel index first, then the rank inside it."""
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
+        self.group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def receive_weights(
+        self, update_info: GlooUpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], None]
+    ) -> None:
+        """Receive one update and hand it on bucket by bucket."""
+        if self.group is None:
+            raise RuntimeError("the weight transfer was not initialised: call init_weight_transfer_engine first")
+        announced = announce(update_info.names, update_info.dtype_names, update_info.shapes)
+        for bucket in receive(self.group, announced, update_info.bucket_bytes if update_info.packed else 0):
+            load_weights(bucket)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.group = None
+
+    trainer_init = staticmethod(GlooTransfer.trainer_init)
+    trainer_send_weights = staticmethod(GlooTransfer.trainer_send_weights)
