@@ -91,7 +91,8 @@ class DecoderConfig:
 def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int) -> None:
     """Refuse a schedule or tensor-parallel degree that does not cut this model evenly; names both values.
 
-    Each rank must own whole leaves of every row-parallel sum, whole key/value heads, an equal vocabulary part.
+    Each rank must own whole leaves of every sum that is a tree (row-parallel linears, the softmax over the
+    vocabulary), and whole key/value heads.
     """
     if num_leaves < 1 or num_leaves & (num_leaves - 1):
         raise ValueError(f"schedule.num_leaves = {num_leaves} must be a power of two")
@@ -102,7 +103,11 @@ def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int) -> None:
     for name in ("num_heads", "num_kv_heads", "vocab_size"):
         if getattr(config, name) % tp:
             raise ValueError(f"{name} = {getattr(config, name)} is not divisible by tensor-parallel size {tp}")
-    sums = {"intermediate_size": config.intermediate_size, "num_heads * head_dim": config.num_heads * config.head_dim}
+    sums = {
+        "intermediate_size": config.intermediate_size,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
     for name, value in sums.items():
         if value % num_leaves:
             raise ValueError(f"{name} = {value} is not divisible by schedule.num_leaves = {num_leaves}")

@@ -1,21 +1,34 @@
-"""Rotary table: cosines and sines of every position, built once in float64 and rounded once to fp32.
+"""Rotary table: cosines and sines of every position, computed in float64 and rounded once to fp32.
 
-Both runtimes index the same table, so an angle never depends on how a batch was cut.
+Both runtimes index the same table, so an angle never depends on how a batch was cut. Nothing here calls a maths
+library, whose results differ between versions, machines, and body and remainder of a vectorised loop: powers are
+decimal, sine and cosine are polynomials of products and sums, each rounded on its own.
 """
 
 from __future__ import annotations
 
+import decimal
 import math
 
 import torch
 
 from skyrl_isoexec.model.config import DecoderConfig
 
+MAX_ANGLE = 2**20
+HALF_PI = tuple(map(float.fromhex, ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69")))
+"""pi / 2 in parts of 33 bits, so that multiples up to 2**20 of the first two are exact."""
+SIN = [(-1) ** i / math.factorial(2 * i + 1) for i in range(9)]
+COS = [(-1) ** i / math.factorial(2 * i) for i in range(9)]
+ROWS = 4096
+"""Positions computed at a time."""
+
 
 def inverse_frequencies(config: DecoderConfig) -> list[float]:
     """head_dim / 2 angular steps per position, in float64; the llama3 rule stretches long wavelengths."""
     half = config.head_dim // 2
-    plain = [config.rope_theta ** (-i / half) for i in range(half)]
+    with decimal.localcontext(prec=40):
+        base = decimal.Decimal(config.rope_theta)
+        plain = [float(base ** (decimal.Decimal(-i) / half)) for i in range(half)]
     if config.rope_scaling is None:
         return plain
     scaling = config.rope_scaling
@@ -29,8 +42,39 @@ def inverse_frequencies(config: DecoderConfig) -> list[float]:
     return [stretch(step) for step in plain]
 
 
+def _polynomial(coefficients: list[float], x: torch.Tensor) -> torch.Tensor:
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
+
+
+def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of float64 angles in [0, MAX_ANGLE], each within 1e-15."""
+    turns = torch.round(angles * (2 / math.pi))
+    rest = angles
+    for part in HALF_PI:
+        rest = rest - turns * part
+    square = rest * rest
+    cos, sin = _polynomial(COS, square), _polynomial(SIN, square) * rest
+    quarter = turns.to(torch.int64) % 4
+    swap = quarter % 2 == 1
+    cos, sin = torch.where(swap, sin, cos), torch.where(swap, cos, sin)
+    return torch.where((quarter == 1) | (quarter == 2), -cos, cos), torch.where(quarter >= 2, -sin, sin)
+
+
 def rope_table(config: DecoderConfig, device: torch.device | str | None = None) -> torch.Tensor:
-    """cos_sin_PD, fp32 [max_position, head_dim]: cosines of the half's angles, then their sines."""
+    """cos_sin_PD, fp32 [max_position, head_dim]: cosines of the half's angles, then their sines.
+
+    ValueError for angles above MAX_ANGLE, where the reduction to a quarter turn would no longer be exact.
+    """
     steps = torch.tensor(inverse_frequencies(config), dtype=torch.float64)
-    angles = torch.arange(config.max_position, dtype=torch.float64).outer(steps)
-    return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device or "cpu")
+    largest = config.max_position * float(steps.max())
+    if largest > MAX_ANGLE:
+        raise ValueError(f"max_position = {config.max_position} reaches angle {largest}, more than {MAX_ANGLE}")
+    table = torch.empty(config.max_position, config.head_dim, dtype=torch.float32)
+    for first in range(0, config.max_position, ROWS):
+        rows = table[first : first + ROWS]
+        positions = torch.arange(first, first + len(rows), dtype=torch.float64)
+        rows.copy_(torch.cat(cos_sin(positions[:, None] * steps), dim=1))
+    return table.to(device or "cpu")
