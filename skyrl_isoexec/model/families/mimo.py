@@ -1,6 +1,8 @@
 """MiMo-7B: the arithmetic of Qwen2, plus multi-token-prediction layers that only a speculative decoder would run.
 
-Those layers take no part in a token's probability. Their tensors are left out by the rule below, and reported.
+Its published configuration derives from Qwen2's (model_type "mimo": 36 layers, hidden 4096, 32 heads of 128, 8 key and
+value heads, intermediate 11008, vocabulary 151680) and adds `num_nextn_predict_layers`. Those layers take no part in a
+token's probability. Their tensors are left out by the rule below, and reported.
 """
 
 from __future__ import annotations
