@@ -58,15 +58,19 @@ class GitTree:
             raise PatchRefusal(what="git is not installed", where="PATH", mend="install git 2.30 or newer") from error
         return done.stdout + (done.stderr if "--verbose" in arguments else b"")
 
-    def start(self, files: Mapping[str, bytes | None]) -> None:
-        """Creates the repository with `files` as its first commit, tagged pristine."""
+    def write(self, files: Mapping[str, bytes | None]) -> None:
+        """Writes files without a repository around them; None is no file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.run("init", "--quiet")
         for path, content in files.items():
             if content is not None:
                 target = self.folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
+
+    def start(self, files: Mapping[str, bytes | None]) -> None:
+        """Creates the repository with `files` as its first commit, tagged pristine."""
+        self.write(files)
+        self.run("init", "--quiet")
         self.run("add", "--all", "--force")
         self.commit("pristine")
         self.run("tag", "pristine")
@@ -77,10 +81,10 @@ class GitTree:
                  stdin=message.encode())  # fmt: skip
 
     def apply(self, patch: Patch, *, reverse: bool = False) -> None:
-        """Applies one patch to files and index; refuses drifted context and drifted line numbers."""
-        direction = ["--reverse"] if reverse else []
+        """Applies one patch to the files, and stages it; refuses drifted context and drifted line numbers."""
+        options = [*(["--index"] if (self.folder / ".git").is_dir() else []), *(["--reverse"] if reverse else [])]
         try:
-            said = self.run("apply", "--index", "--verbose", "--whitespace=nowarn", *direction, stdin=patch.body)
+            said = self.run("apply", "--verbose", "--whitespace=nowarn", *options, stdin=patch.body)
         except subprocess.CalledProcessError as error:
             said, failed = error.stderr, True
         else:
@@ -115,7 +119,9 @@ def patched_files(pristine: Mapping[str, bytes | None], patches: tuple[Patch, ..
     """The contents of the same paths after the whole series; None is a file that does not exist."""
     if not patches:
         return dict(pristine)
-    with temporary_tree(pristine) as tree:
+    with tempfile.TemporaryDirectory(prefix="isoexec-patches-") as folder:
+        tree = GitTree(Path(folder))
+        tree.write(pristine)
         for patch in patches:
             tree.apply(patch)
         return {path: tree.read(path) for path in pristine}

@@ -114,8 +114,6 @@ def _diff_problems(upstream: Upstream, patch: Patch) -> list[str]:
             problems.append(f"has {file.context} lines of context in {file.path}; at most {MAX_CONTEXT}, better 1")
         if file.changed_lines == 0:
             problems.append(f"changes no line of {file.path}")
-        if file.change == "modify" and file.context == 0:
-            problems.append(f"has no context in {file.path}: its place would not be checked")
     unfit = re.search(rb"^(rename |copy |similarity |old mode|new mode|GIT binary|Binary files|-- $)", patch.body, re.M)
     if unfit:
         problems.append(f"only whole text changes are allowed, found {unfit[0].decode().strip()!r}")

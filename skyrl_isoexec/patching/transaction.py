@@ -29,6 +29,7 @@ def apply(site: Site, patches: tuple[Patch, ...]) -> tuple[str, ...]:
         wanted = {path: {_hash(content)} for path, content in target.items() if content != found.pristine[path]}
         before = site.store.journal()
         if not changes and before == wanted:
+            _drop_staged(site.root, target)
             return ()
         for path in wanted:
             pristine = found.pristine[path]
@@ -56,15 +57,13 @@ def _hash(content: bytes | None) -> str | None:
 
 
 def _replace(site: Site, changes: Contents, *, everything: Contents) -> None:
-    for path in everything:
-        staged(site.root / path).unlink(missing_ok=True)
+    _drop_staged(site.root, everything)
     try:
         for path, content in changes.items():
             if content is not None:
                 stage(site.root / path, content)
     except OSError as error:
-        for path in changes:
-            staged(site.root / path).unlink(missing_ok=True)
+        _drop_staged(site.root, changes)
         raise PatchRefusal(
             what=f"a new file cannot be written: {error}; nothing was changed",
             where=str(site.root),
@@ -86,6 +85,11 @@ def _replace(site: Site, changes: Contents, *, everything: Contents) -> None:
                 where=str(site.root),
                 mend="stop the other process and run the command again",
             )
+
+
+def _drop_staged(root: Path, paths: Iterable[str]) -> None:
+    for path in paths:
+        staged(root / path).unlink(missing_ok=True)
 
 
 def _drop_bytecode(root: Path, paths: Iterable[str]) -> None:

@@ -88,7 +88,7 @@ def _download(upstream: Upstream, build: Build, path: Path) -> None:
         if not build.fits_this_python():
             command += ["--python-version", str(build.python)]
         print(f"fetching {build.wheel}", file=sys.stderr, flush=True)
-        done = subprocess.run(command, stdout=sys.stderr)
+        done = subprocess.run(command, stdout=2)
         if done.returncode != 0 or not (Path(folder) / build.wheel).is_file():
             raise PatchRefusal(
                 what=f"pip could not fetch {build.distribution} {upstream.version} by its hash {build.sha256}",
