@@ -3,6 +3,6 @@
 The names exported here are those of `reference`. Importing this package does not import numba.
 """
 
-from skyrl_isoexec.kernels.numeric.reference import NUM_LANES, exp, lane_sum, lane_tree, narrow
+from skyrl_isoexec.kernels.numeric.reference import NUM_LANES, dot, dot_tree, exp, lane_sum, lane_tree, narrow, sqrt, tree
 
-__all__ = ["NUM_LANES", "exp", "lane_sum", "lane_tree", "narrow"]
+__all__ = ["NUM_LANES", "dot", "dot_tree", "exp", "lane_sum", "lane_tree", "narrow", "sqrt", "tree"]

@@ -13,11 +13,13 @@ Constants are numpy float32 scalars, because a Python float or int would silentl
 
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numba
 import numpy as np
+import torch
 from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.extending import intrinsic
@@ -28,6 +30,7 @@ NUM_LANES = reference.NUM_LANES
 ZERO, ONE = np.float32(0), np.float32(1)
 INFINITY = np.float32(np.inf)
 
+_THREAD = threading.local()
 _OPTIONS = {"fastmath": False, "error_model": "numpy", "nogil": True, "boundscheck": False}
 _LOG2_E = np.float32(reference.LOG2_E)
 _TO_INTEGER = np.float32(reference.TO_INTEGER)
@@ -38,10 +41,11 @@ _OVERFLOWS, _VANISHES = np.float32(reference.EXP_OVERFLOWS), np.float32(referenc
 
 
 def _source_digest(function: Callable) -> str:
-    """Digest of everything that decides the machine code: the function's file, this folder's, and numba."""
+    """Digest of everything that decides the machine code: the function's folder, this folder, and numba."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in (Path(inspect.getfile(function)), Path(__file__), Path(reference.__file__)):
-        digest.update(path.read_bytes())
+    for folder in (Path(inspect.getfile(function)).parent, Path(__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -75,6 +79,19 @@ def compiled(function: Callable) -> Callable:
 def inlined(function: Callable) -> Callable:
     """Part of an entry point of any file: inlined there by the compiler, never called from Python."""
     return numba.njit(forceinline=True, **_OPTIONS)(function)
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a graph must be recorded; False at once under `no_grad`, as in an engine."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def scratch(size: int) -> int:
+    """Address of `size` fp32 numbers of this thread, of any content, valid until its next call of `scratch`."""
+    held = getattr(_THREAD, "scratch", None)
+    if held is None or held.numel() < size:
+        held = _THREAD.scratch = torch.empty(size, dtype=torch.float32)
+    return held.data_ptr()
 
 
 def _pointer(element: types.Type) -> Callable:
@@ -127,6 +144,27 @@ def narrow(x):
     bits = np.float32(x).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     return np.uint16(0x7FC0) if x != x else np.uint16(rounded >> np.uint32(16))
+
+
+@inlined
+def read(address, bf16, index):
+    """Element `index` of an fp32 (bf16 = 0) or bf16 (bf16 = 1) tensor, as fp32."""
+    return widen(u16(address)[index]) if bf16 else f32(address)[index]
+
+
+@inlined
+def write(address, bf16, index, value):
+    """Store fp32 `value`, rounded once where the tensor is bf16."""
+    if bf16:
+        u16(address)[index] = narrow(value)
+    else:
+        f32(address)[index] = value
+
+
+@inlined
+def rounded(value, bf16):
+    """fp32 `value` as it is after a store to, and a load from, a tensor of that dtype."""
+    return widen(narrow(value)) if bf16 else value
 
 
 @inlined

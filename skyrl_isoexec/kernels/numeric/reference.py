@@ -30,7 +30,7 @@ def _power_of_two(n: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """fp32 exponential from products and sums only (no libm), within one unit in the last place; NaN stays NaN."""
     shifted = x * LOG2_E + TO_INTEGER
-    n = shifted - TO_INTEGER
+    n = (shifted - TO_INTEGER).detach()  # an integer: its derivative is zero
     r = (x - n * LN2_HIGH) - n * LN2_LOW
     p = torch.full_like(x, POLYNOMIAL[0])
     for coefficient in POLYNOMIAL[1:]:
@@ -41,6 +41,11 @@ def exp(x: Tensor) -> Tensor:
     y = y * _power_of_two(half) * _power_of_two(exponent - half)
     y = torch.where(x > EXP_OVERFLOWS, torch.full_like(x, float("inf")), y)
     return torch.where(x < EXP_VANISHES, torch.zeros_like(x), y)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """fp32 square root, correctly rounded: PyTorch's own fp32 root may come from a library that is not."""
+    return x.double().sqrt().float()
 
 
 def lane_tree(lanes: Tensor) -> Tensor:
@@ -60,12 +65,32 @@ def lane_sum(x: Tensor) -> Tensor:
     return lane_tree(lanes)
 
 
+def dot(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """fp32 [M, N] of fp32 operands: one accumulator per element, from +0, k ascending."""
+    sums_MN = torch.zeros(x_MK.shape[0], w_NK.shape[0], dtype=torch.float32, device=x_MK.device)
+    for k in range(x_MK.shape[1]):
+        sums_MN = sums_MN + x_MK[:, k, None] * w_NK[None, :, k]
+    return sums_MN
+
+
+def tree(parts: Tensor) -> Tensor:
+    """Sum over the first dimension (a power of two) by the balanced tree of `lane_tree`."""
+    while parts.shape[0] > 1:
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]
+
+
+def dot_tree(x_MK: Tensor, w_NK: Tensor, num_leaves: int) -> Tensor:
+    """fp32 [M, N]: K in `num_leaves` equal contiguous leaves, each a `dot`, added by `tree`."""
+    leaves = zip(x_MK.chunk(num_leaves, 1), w_NK.chunk(num_leaves, 1), strict=True)
+    return tree(torch.stack([dot(x, w) for x, w in leaves]))
+
+
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 to `dtype` (float32 or bfloat16), to nearest, ties to even; every NaN becomes the bf16 NaN 0x7fc0."""
     if dtype == torch.float32:
         return x
     if dtype != torch.bfloat16:
         raise TypeError(f"narrow: {dtype} is neither torch.float32 nor torch.bfloat16")
-    bits = x.contiguous().view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return torch.where(x.isnan(), torch.full_like(rounded, 0x7FC0), rounded).to(torch.int16).view(torch.bfloat16)
+    rounded = x.to(dtype)
+    return torch.where(rounded.isnan(), torch.full_like(rounded, float("nan")), rounded)

@@ -1,0 +1,1 @@
+"""Embedding: a gather of rows, never a sum of masked shards."""

@@ -1,0 +1,1 @@
+"""Linear: one fp32 accumulator per element, K ascending, rounded once."""

@@ -1,0 +1,1 @@
+"""Rotary position embedding over two halves of the head."""

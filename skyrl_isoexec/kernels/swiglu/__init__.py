@@ -1,0 +1,1 @@
+"""SwiGLU's product: silu(gate) * up."""
