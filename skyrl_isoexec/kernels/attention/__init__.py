@@ -1,0 +1,1 @@
+"""Causal attention: packed rows, and a paged cache of keys and values."""

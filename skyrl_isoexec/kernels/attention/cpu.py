@@ -1,0 +1,103 @@
+"""Causal attention on the CPU: `loops.py` behind the functions that every implementation has.
+
+What must stay equal: the bits of `reference.py`, whatever the batch, the pages and the cut of a prefill.
+
+Shapes: T tokens, N query heads, K key-value heads, D head dimension, S sequences, R requests, P pages of the cache.
+"""
+
+import torch
+from torch import Tensor
+
+from skyrl_isoexec.kernels.attention import loops, spec
+from skyrl_isoexec.kernels.attention.backward import differentiable
+from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
+from skyrl_isoexec.schedule import Schedule
+
+__all__ = ["attention", "attention_paged", "kv_cache_shape", "write_kv"]
+
+ONE_PAGE = 1 << 31
+"""Page size of contiguous rows: no sequence is longer."""
+
+
+def _raise(code: int) -> None:
+    reasons = {
+        loops.BAD_QUERY: "query_start and seq_lens do not place its query rows",
+        loops.BAD_LENGTH: "block_table has too few pages for its length",
+        loops.BAD_PAGE: "block_table names a page outside the cache",
+    }
+    raise ValueError(f"attention: request {code >> 2}: {reasons[code & 3]}")
+
+
+def _forward(
+    q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, schedule: Schedule
+) -> tuple[Tensor, Tensor]:
+    spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens)
+    q_TND, k_TKD, v_TKD = q_TND.contiguous(), k_TKD.contiguous(), v_TKD.contiguous()
+    starts = cu_seqlens.to(torch.int32).contiguous()
+    lengths = starts[1:] - starts[:-1]
+    num_tokens, num_heads, head_dim = q_TND.shape
+    num_kv_heads = k_TKD.shape[1]
+    row = num_kv_heads * head_dim
+    out, lse = torch.empty_like(q_TND), torch.empty(num_tokens, num_heads)
+    code = loops.attend(
+        q_TND.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), starts.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
+        out.data_ptr(), lse.data_ptr(),
+        num_tokens, num_heads, num_kv_heads, head_dim, lengths.shape[0], num_tokens, 1, 1,
+        ONE_PAGE, row, head_dim, row, 1, row,
+        scale, schedule.kv_block, schedule.kv_partition, int(q_TND.dtype == torch.bfloat16),
+    )  # fmt: skip
+    if code:
+        _raise(code)
+    return out, lse
+
+
+def attention(
+    q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, *, schedule: Schedule
+) -> Tensor:
+    """Causal attention over packed sequences; differentiable. See `spec.check_rows` for what is refused."""
+    return differentiable(_forward, q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)
+
+
+def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
+    """Store each row at slot page * page_size + offset; rows with a negative slot are skipped."""
+    spec.check_write(k_TKD, v_TKD, cache, slots_T)
+    k_TKD, v_TKD, slots_T = k_TKD.contiguous(), v_TKD.contiguous(), slots_T.contiguous()
+    num_pages, _, num_kv_heads, head_dim, page_size = cache.shape
+    outside = loops.store(
+        k_TKD.data_ptr(), v_TKD.data_ptr(), cache.data_ptr(), slots_T.data_ptr(),
+        slots_T.shape[0], num_pages, num_kv_heads, head_dim, page_size, int(cache.dtype == torch.bfloat16),
+    )  # fmt: skip
+    if outside >= 0:
+        raise ValueError(f"attention: slot {outside} lies outside {num_pages} pages of {page_size}")
+
+
+def attention_paged(
+    q_TND: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+    *,
+    schedule: Schedule,
+) -> Tensor:
+    """Causal attention of the last rows of each request over its pages. See `spec.check_paged` for what is refused."""
+    spec.check_paged(q_TND, cache, block_table, query_start, seq_lens, out, schedule)
+    q_TND = q_TND.contiguous()
+    out = torch.zeros_like(q_TND) if out is None else out
+    num_tokens, num_heads, head_dim = q_TND.shape
+    num_pages, _, num_kv_heads, _, page_size = cache.shape
+    head = head_dim * page_size
+    address, is_bf16 = cache.data_ptr(), cache.dtype == torch.bfloat16
+    code = loops.attend(
+        q_TND.data_ptr(), address, address + num_kv_heads * head * (2 if is_bf16 else 4),
+        block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), 0,
+        num_tokens, num_heads, num_kv_heads, head_dim,
+        seq_lens.shape[0], num_pages, block_table.shape[1], block_table.stride(0),
+        page_size, 2 * num_kv_heads * head, head, 1, page_size, head_dim,
+        scale, schedule.kv_block, schedule.kv_partition, int(is_bf16),
+    )  # fmt: skip
+    if code:
+        _raise(code)
+    return out
