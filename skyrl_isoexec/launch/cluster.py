@@ -17,19 +17,11 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 
 from ..runtimes.vllm.settings import CPU_ENVIRONMENT
 
-OBJECT_STORE_BYTES = 256 * 2**20
-
-THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""One thread a process: on a small machine the processes of a run already outnumber its cores."""
+THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def environment(*, log_file: Path, cuda: bool, kv_cache_gib: int) -> dict[str, str]:
-    """Variables of every Ray worker of a run."""
+def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
+    """Variables of every Ray worker of a run; `threads` is of one process of a CPU run."""
     common = {
         "SKYRL_LOG_FILE": str(log_file),
         "VLLM_PLUGINS": "isoexec",
@@ -44,9 +36,9 @@ def environment(*, log_file: Path, cuda: bool, kv_cache_gib: int) -> dict[str, s
         return common
     return {
         **common,
-        **THREADS,
+        **dict.fromkeys(THREADS, str(threads)),
         **CPU_ENVIRONMENT,
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, an upper bound; the engine is told its number of pages
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
@@ -67,8 +59,9 @@ def slots(cfg: Any) -> int:
 class Cluster:
     """A local Ray, started on entry and ended with all its processes and files on exit."""
 
-    def __init__(self, cfg: Any, env: dict[str, str], *, cuda: bool) -> None:
+    def __init__(self, cfg: Any, env: dict[str, str], *, cuda: bool, object_store_mib: int) -> None:
         self._cfg, self._env, self._cuda = cfg, env, cuda
+        self._object_store = object_store_mib * 2**20
         self._folder: Path | None = None
 
     def __enter__(self) -> Cluster:
@@ -84,7 +77,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=True,
             logging_level="WARNING",
-            object_store_memory=OBJECT_STORE_BYTES if not self._cuda else None,
+            object_store_memory=self._object_store,
             runtime_env={"env_vars": self._env},
             _temp_dir=str(self._folder),
             **options,

@@ -17,6 +17,7 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from .exactness import compare
 from .record import Record
+from .watch import Watch
 from .workers import worker_classes
 
 
@@ -61,6 +62,7 @@ class Experiment(BasePPOExp):
 
     def __init__(self, cfg: Any, *, run_dir: Path, seeded: bool) -> None:
         self._run_dir, self._seeded = run_dir, seeded
+        self.watch: Watch | None = None
         super().__init__(cfg)
 
     def _dataset(self, files: list[str]) -> PromptDataset:
@@ -87,6 +89,13 @@ class Experiment(BasePPOExp):
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
             return self._dataset(self.cfg.data.val_data)
         return None
+
+    def get_inference_client(self) -> Any:
+        """SkyRL's client; from here on the servers' health is watched."""
+        client = super().get_inference_client()
+        self.watch = Watch(client.server_urls)
+        self.watch.start()
+        return client
 
     def get_worker_classes(self) -> tuple[Any, None, Any]:
         """Workers that build this project's model, or the stock one."""
@@ -116,6 +125,8 @@ class Experiment(BasePPOExp):
 
     def close(self) -> None:
         """Stop router and servers; safe to call twice and after a failed start."""
+        if self.watch is not None:
+            self.watch.stop()
         for group in self._server_groups or []:
             group.shutdown()
         if self._inference_router is not None:

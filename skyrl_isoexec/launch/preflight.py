@@ -109,8 +109,8 @@ def sampling(cfg: Any) -> None:
             )
     if params.stop is not None:
         raise Refusal(
-            f"generator.sampling_params.stop={list(params.stop)} makes SkyRL append an end token that was never sampled, "
-            "with a made-up log-probability; set it to null and let the model end by its end token"
+            f"generator.sampling_params.stop={list(params.stop)} makes SkyRL append an end token that was never sampled, with "
+            "a made-up log-probability; set it to null and let the model end by its end token"
         )
     if params.temperature <= 0:
         raise Refusal(f"generator.sampling_params.temperature={params.temperature} must be above 0 for training")

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it shows: `metrics.jsonl` in the run folder, and one line a step on the terminal."""
+"""What a run leaves behind and shows: `metrics.jsonl` in the run folder, and one line a step on the terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def step_line(step: int, metrics: dict[str, Any], total: int | None) -> str:
     label = f"{step}/{total}" if total else str(step)
     seconds = " ".join(f"{show(key, '.2f') + ' s':>9}" for _, key in PHASES)
     counts = f"{show('isoexec/mismatched_tokens', 'd'):>10} {show('isoexec/compared_tokens', 'd'):>9}"
-    return f"{label:>5} {show(REWARD, '.3f'):>7} {show(DIFF_MEAN, '.3e'):>12} {show(DIFF_MAX, '.3e'):>12} {counts}  {seconds}"
+    diffs = f"{show(DIFF_MEAN, '.3e'):>12} {show(DIFF_MAX, '.3e'):>12}"
+    return f"{label:>5} {show(REWARD, '.3f'):>7} {diffs} {counts}  {seconds}"
 
 
 class Record:

@@ -95,6 +95,8 @@ def no_orphans() -> Iterator[None]:
 
 def _alive(process: psutil.Process) -> bool:
     try:
+        if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
+            return False  # it ends with the process that it tracks, and must outlive it
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

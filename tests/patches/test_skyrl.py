@@ -104,3 +104,18 @@ def test_transfer_strategy_hook() -> None:
 
     with pytest.raises(Asked):
         asyncio.run(Probe().init_weight_sync_state(object(), SimpleNamespace(weight_sync_backend="nccl")))
+
+
+def test_router_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyrl.backends.skyrl_train.inference_servers import vllm_router
+    from vllm_router.router_args import RouterArgs
+
+    class Process:
+        def __init__(self, **_: object) -> None: ...
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(vllm_router.multiprocessing, "Process", Process)
+    monkeypatch.setattr(vllm_router.VLLMRouter, "_wait_until_healthy", lambda *_: None)
+    router = vllm_router.VLLMRouter(RouterArgs(worker_urls=["http://127.0.0.1:1"]))
+    assert router.start().startswith("http://")

@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
-from ...kernels.bundle import load_kernels
 from ...model.checkpoint import iter_tensors, load, read_config
 from ...model.config import DecoderConfig
 from ...model.decoder import Decoder
@@ -86,6 +85,8 @@ def build(
 
     `dtype` is that of weights and activations, whatever the checkpoint's. Errors name the tensor or field.
     """
+    from ...kernels.bundle import load_kernels  # here, so that the native arm loads none of them
+
     kernels_name, schedule = parse_settings(settings)
     model = from_hf(read_config(checkpoint), dtype=dtype)
     config = transformer_config(model, **config_overrides)

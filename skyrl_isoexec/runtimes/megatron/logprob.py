@@ -6,11 +6,14 @@ Shapes: T rows, V vocabulary of this rank, L leaves of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.bundle import Kernels
 from ...model.axes import Axis
+
+if TYPE_CHECKING:
+    from ...kernels.bundle import Kernels
 
 TokenLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

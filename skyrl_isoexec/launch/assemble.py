@@ -1,0 +1,64 @@
+"""The last step of composing: what one choice here means in SkyRL's, Megatron's and vLLM's own settings.
+
+Everything is written into SkyRL's configuration, which is then the whole truth about the run and is stored as such.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..model.config import DecoderConfig
+from ..runtimes.vllm.settings import TRANSFER_BACKEND, EngineSettings
+from ..schedule.schedule import Schedule
+from .config import LaunchConfig
+
+EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def schedule(launch: LaunchConfig) -> Schedule:
+    """The order of arithmetic that both sides are given."""
+    degrees = (launch.topology.trainer.tp, launch.topology.engine.tp)
+    leaves = launch.kernels.num_leaves or max(degrees)
+    return Schedule(num_leaves=leaves, kv_block=launch.kernels.kv_block, kv_partition=launch.kernels.kv_partition)
+
+
+def num_pages(launch: LaunchConfig, model: DecoderConfig) -> int:
+    """Pages of the engine's KV cache that fit into runtime.kv_cache_mib; ValueError if that is not one sequence."""
+    heads = model.num_kv_heads // launch.topology.engine.tp
+    page = 2 * heads * model.head_dim * launch.runtime.page_size * ITEM_BYTES[model.dtype] * model.num_layers
+    return launch.runtime.kv_cache_mib * 2**20 // page
+
+
+def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, Any]:
+    """What vLLM's engine is given beside SkyRL's own arguments."""
+    arguments: dict[str, Any] = {
+        "worker_extension_cls": EXTENSION,
+        "logprobs_mode": "processed_logprobs",  # after the temperature, which is what the trainer scores
+        "max_model_len": model.max_position,
+    }
+    if launch.exec.name == "isoexec":
+        settings = EngineSettings(family=model.family, kernels=launch.kernels.impl, schedule=schedule(launch))
+        arguments.update(settings.engine_arguments(dtype=model.dtype), worker_extension_cls=EXTENSION)
+        arguments["block_size"] = launch.runtime.page_size
+    if launch.runtime.device == "cpu":
+        arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
+        arguments["num_gpu_blocks_override"] = num_pages(launch, model)
+        arguments["enable_sleep_mode"] = False  # there is no device memory to give back
+    return arguments
+
+
+def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderConfig) -> None:
+    """Complete SkyRL's configuration in place for this checkpoint; a user's own engine arguments win."""
+    cfg.trainer.policy.model.path = cfg.trainer.ref.model.path = str(checkpoint)
+    told: dict[str, Any] = {"exec": launch.exec.name}
+    if launch.exec.name == "isoexec":
+        told.update(kernels=launch.kernels.impl, schedule=schedule(launch).to_dict())
+    for role in (cfg.trainer.policy, cfg.trainer.ref):
+        role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
+    engine = cfg.generator.inference_engine
+    engine.engine_init_kwargs = {**engine_arguments(launch, model), **engine.engine_init_kwargs}
+    folder = launch.run_dir
+    cfg.trainer.ckpt_path, cfg.trainer.export_path = str(folder / "checkpoints"), str(folder / "export")
+    cfg.trainer.log_path = str(folder / "logs")

@@ -1,0 +1,260 @@
+"""What a run is, as frozen data: the schema of every group in `configs/` that is not SkyRL's own.
+
+YAML only chooses values: every field below has to come from a file of its group or from the command line, there are no
+defaults here. SkyRL's keys (`trainer`, `generator`, `data`, `environment`) keep SkyRL's schema and are not repeated,
+except where the name here decides several of them at once; `links.py` keeps such pairs equal.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from skyrl_isoexec.schedule.schedule import Schedule
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecConfig:
+    """Which stack executes the policy, on both sides."""
+
+    name: Literal["isoexec", "native"]
+    """`isoexec`: the unified model on both sides. `native`: transformers in the trainer, vLLM's class in the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """The shape of a tiny model that is built here, in the words of its Hugging Face configuration."""
+
+    family: Literal["qwen3"]
+    """Hugging Face `model_type`."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the MLP."""
+    num_layers: int
+    """Decoder layers."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; divides `num_heads`."""
+    head_dim: int
+    """Width of one head; even, for rotary embeddings."""
+    max_position: int
+    """Longest sequence in tokens."""
+    rope_theta: float
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float
+    """Added to the mean square in every norm."""
+    tied_head: bool
+    """Whether the head uses the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads, self.num_kv_heads)
+        _require(min(*sizes, self.head_dim, self.max_position) > 0, "model.shape: every size has to be positive")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model.shape.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"model.shape.head_dim {self.head_dim} is odd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy's checkpoint and number format."""
+
+    path: str | None
+    """Folder of a Hugging Face checkpoint, or null to train the tiny one of `shape` once and cache it."""
+    dtype: Dtype
+    """Number format of weights, activations and KV cache on both sides."""
+    shape: ShapeConfig | None
+    """The tiny model's shape; null, or not looked at, where `path` names a checkpoint."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.path is not None or self.shape is not None,
+            "model.path is null and model.shape is null: name a checkpoint folder with model.path=FOLDER",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    """Which implementations compute, and in which order they add."""
+
+    impl: Literal["cpu", "reference"]
+    """Name of the implementations, one per op."""
+    num_leaves: int | None
+    """Leaves of the reduction trees, a power of two; null takes the largest tensor-parallel degree of either side."""
+    kv_block: int
+    """Positions in one block of the softmax."""
+    kv_partition: int
+    """Positions in one partition of the KV cache; a multiple of `kv_block`."""
+
+    def __post_init__(self) -> None:
+        if self.num_leaves is not None:
+            _require(_is_power_of_two(self.num_leaves), f"kernels.num_leaves {self.num_leaves} is not a power of two")
+        _require(self.kv_block > 0, f"kernels.kv_block {self.kv_block} is not positive")
+        _require(
+            self.kv_partition > 0 and self.kv_partition % self.kv_block == 0,
+            f"kernels.kv_partition {self.kv_partition} is not a multiple of kernels.kv_block {self.kv_block}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerTopology:
+    """Parallel degrees of the trainer; their product is its number of ranks."""
+
+    tp: int
+    """Tensor parallel."""
+    pp: int
+    """Pipeline parallel."""
+    dp: int | None
+    """Data parallel; null takes what a colocated engine implies, else 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"topology.trainer.{name} {value} is not positive")
+        _require(_is_power_of_two(self.tp), f"topology.trainer.tp {self.tp} is not a power of two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTopology:
+    """Parallel degrees of the rollout engine."""
+
+    tp: int
+    """Tensor parallel, of each engine."""
+    num: int | None
+    """Engines; null takes what a colocated trainer implies, else 1."""
+
+    def __post_init__(self) -> None:
+        _require(_is_power_of_two(self.tp), f"topology.engine.tp {self.tp} is not a power of two")
+        _require(self.num is None or self.num > 0, f"topology.engine.num {self.num} is not positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    """Where trainer and engine run, and in how many parts. The two sides need not have the same degrees."""
+
+    colocate: bool
+    """Whether trainer and engine share the same devices and take turns."""
+    trainer: TrainerTopology
+    engine: EngineTopology
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """What the processes of both runtimes are given."""
+
+    device: Literal["cpu", "cuda"]
+    """Where both runtimes compute."""
+    threads: int
+    """Threads of one process's arithmetic on a CPU."""
+    page_size: int
+    """Tokens in one page of the engine's KV cache; a multiple of `kernels.kv_block`."""
+    kv_cache_mib: int
+    """Memory of one engine's KV cache on a CPU."""
+    object_store_mib: int
+    """Memory of Ray's object store."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "page_size", "kv_cache_mib", "object_store_mib"):
+            _require(getattr(self, name) > 0, f"runtime.{name} {getattr(self, name)} is not positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """How the base checkpoint is trained by supervision. It stops on a step count, so it is the same every time."""
+
+    steps: int
+    """Optimizer steps."""
+    batch_size: int
+    """Problems in one step."""
+    lr: float
+    """Learning rate after the warm-up."""
+    warmup_steps: int
+    """Steps over which the learning rate rises linearly."""
+    label_smoothing: float
+    """Probability spread over all symbols: it leaves the model unsure, which gives sampling room to explore."""
+    seed: int
+    """Of the initial weights and of the batches."""
+
+    def __post_init__(self) -> None:
+        _require(self.steps > 0 and self.batch_size > 0, "task.base.steps and task.base.batch_size have to be positive")
+        _require(self.lr > 0, f"task.base.lr {self.lr} is not positive")
+        _require(0 <= self.label_smoothing < 1, f"task.base.label_smoothing {self.label_smoothing} is not in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is learnt."""
+
+    name: Literal["addition"]
+    """The embedded task."""
+    digits: int
+    """Digits of the larger number of an addition."""
+    held_out_one_in: int
+    """One in so many problems is held out of all training, chosen by a hash."""
+    cache_dir: str | None
+    """Where base checkpoints are kept; null is the user's cache folder."""
+    base: RecipeConfig
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.digits <= 3, f"task.digits {self.digits} is not 1, 2 or 3")
+        _require(self.held_out_one_in > 1, f"task.held_out_one_in {self.held_out_one_in} is not above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What the run is called and how it is repeated."""
+
+    name: str | None
+    """Name of the run and of its folder under `runs/`; null makes one from the task, the stack and the time."""
+    seeded_requests: bool
+    """Whether every rollout samples with a seed of its own, so that the same run gives the same rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """One run, resolved: no field that says "decide for me" is left null, except `model.path` and its alternative."""
+
+    exec: ExecConfig
+    model: ModelConfig
+    kernels: KernelsConfig
+    topology: TopologyConfig
+    runtime: RuntimeConfig
+    task: TaskConfig
+    run: RunConfig
+    run_dir: Path
+    """Absolute path of the run's folder; created by the launcher, not while composing."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of arithmetic that both sides are given."""
+        leaves = self.kernels.num_leaves or 1
+        return Schedule(num_leaves=leaves, kv_block=self.kernels.kv_block, kv_partition=self.kernels.kv_partition)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.runtime.page_size % self.kernels.kv_block == 0,
+            f"runtime.page_size {self.runtime.page_size} is not a multiple of kernels.kv_block {self.kernels.kv_block}",
+        )
+        largest = max(self.topology.trainer.tp, self.topology.engine.tp)
+        leaves = self.kernels.num_leaves
+        _require(
+            leaves is None or leaves >= largest,
+            f"kernels.num_leaves {leaves} is below the largest tensor-parallel degree {largest} of topology",
+        )
+        if self.exec.name == "native":
+            for name in ("tp", "pp"):
+                degree = getattr(self.topology.trainer, name)
+                _require(degree == 1, f"topology.trainer.{name}={degree} with exec=native: that trainer has degree 1")

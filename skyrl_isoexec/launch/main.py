@@ -1,0 +1,125 @@
+"""`python -m skyrl.train +exec=isoexec`: compose, check, start, run, and end with everything that was started."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .config import LaunchConfig
+
+USAGE = """\
+usage: python -m skyrl.train +exec=isoexec [GROUP=OPTION ...] [KEY=VALUE ...]
+       python -m skyrl.train +exec=native  [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Choose the stack with +exec=isoexec (the unified model on both sides) or +exec=native (the stock stack, to compare).
+Everything else has a default; configs/ lists the groups, and SkyRL's keys keep their names.
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; exits with 0, 1 (the run failed), 2 (refused before anything started) or 130."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not any(argument.lstrip("+").startswith("exec=") for argument in argv):
+        print(USAGE, file=sys.stderr, end="")
+        raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
+    raise SystemExit(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
+    from .compose import ConfigError, compose
+
+    try:
+        launch, cfg = compose(argv)
+        checkpoint = _check(launch, cfg)
+    except (ConfigError, ValueError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    return _run(launch, cfg, checkpoint)
+
+
+def _check(launch: LaunchConfig, cfg: Any) -> Path:
+    """Prepare the task's files and checkpoint, and refuse what cannot work; nothing is running yet."""
+    from . import preflight
+    from .assemble import assemble, schedule
+    from .folder import claim
+    from .task import prepare
+
+    claim(launch.run_dir, resume=cfg.trainer.resume_mode != "none")
+    checkpoint = prepare(launch, cfg)
+    model = preflight.checkpoint(checkpoint, dtype=launch.model.dtype)
+    preflight.vocabulary(checkpoint, model)
+    preflight.lengths(cfg, model)
+    if launch.exec.name == "isoexec":
+        degrees = {"topology.trainer.tp": launch.topology.trainer.tp, "topology.engine.tp": launch.topology.engine.tp}
+        preflight.layouts(model, num_leaves=schedule(launch).num_leaves, degrees=degrees)
+        preflight.sampling(cfg)
+    assemble(launch, cfg, checkpoint, model)
+    return checkpoint
+
+
+def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
+    from .watch import no_orphans
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    logs = launch.run_dir / "logs"
+    with no_orphans():
+        try:
+            _train(launch, cfg, logs)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except Exception as error:
+            print(f"failed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
+    import torch
+    from loguru import logger
+    from skyrl.train.utils import validate_cfg
+
+    from .cluster import Cluster, environment
+    from .experiment import Experiment
+    from .folder import write_config
+
+    logs.mkdir(parents=True, exist_ok=True)
+    logger.remove()
+    logger.add(logs / "launcher.log", level="INFO")
+    validate_cfg(cfg)
+    write_config(launch, cfg)
+    print(f"run folder {launch.run_dir}", flush=True)
+    cuda = launch.runtime.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("runtime.device=cuda, but torch sees no CUDA device; set runtime.device=cpu")
+    env = environment(log_file=logs / "workers.log", cuda=cuda, threads=launch.runtime.threads)
+    with Cluster(cfg, env, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
+        experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests)
+        try:
+            experiment.run()
+        except KeyboardInterrupt:
+            if experiment.watch is None or experiment.watch.failure is None:
+                raise
+            from .watch import EngineDied
+
+            raise EngineDied(experiment.watch.failure) from None
+        finally:
+            experiment.close()
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def cause(error: BaseException) -> str:
+    """The first thing that went wrong, in one line: the innermost error, without Ray's copies of tracebacks."""
+    while True:
+        inner = getattr(error, "cause", None) or error.__cause__
+        if not isinstance(inner, BaseException) or inner is error:
+            break
+        error = inner
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0] if len(text) == 1 else text[-1]}"
