@@ -17,15 +17,15 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.sequence import IntermediateTensors
 
-from ...kernels.bundle import load_kernels
-from ...model.config import DecoderConfig
-from ...model.decoder import Decoder
-from ...model.families import lookup
-from .attention import bind
-from .axes import tensor_axis
-from .install import LogSoftmax, install_log_softmax, installed_log_softmax
-from .settings import EngineSettings
-from .weights import WeightLoader
+from skyrl_isoexec.kernels.bundle import load_kernels
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.decoder import Decoder
+from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.runtimes.vllm.attention import bind
+from skyrl_isoexec.runtimes.vllm.axes import tensor_axis
+from skyrl_isoexec.runtimes.vllm.install import install_log_softmax, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
+from skyrl_isoexec.runtimes.vllm.weights import WeightLoader
 
 
 class IsoExecForCausalLM(Decoder):
@@ -43,8 +43,7 @@ class IsoExecForCausalLM(Decoder):
         del self.cos_sin_PD
         self.cos_sin_PD = table  # no buffer: a reload of the weights would take it for one of them
         self.settings, self.loader = settings, WeightLoader(self)
-        self.log_softmax = LogSoftmax(kernels=kernels, num_leaves=settings.schedule.num_leaves)
-        install_log_softmax(self.log_softmax)
+        install_log_softmax(kernels.logprobs)
         backend, last = bind(kernels, settings.schedule.kv_block), config.num_layers - 1
         self.pages = nn.ModuleList(
             Attention(
@@ -104,7 +103,7 @@ class IsoExecForCausalLM(Decoder):
                 f"the weights are incomplete: {len(self.loader.received)} of {len(self.loader.homes)} tensors of an "
                 "update have come, or the last update was refused"
             )
-        if installed_log_softmax() is not self.log_softmax:
+        if installed_log_softmax() is not self.kernels.logprobs:
             raise RuntimeError("another model of this process replaced the log-softmax; run one engine per process")
 
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ...kernels.bundle import Kernels
+from skyrl_isoexec.kernels.bundle import Kernels
 
 
 @dataclass

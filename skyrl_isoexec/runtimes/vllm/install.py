@@ -7,12 +7,11 @@ model when a worker builds it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from ...kernels.bundle import Kernels
-from .settings import ARCHITECTURE, TRANSFER_BACKEND
+from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, TRANSFER_BACKEND
 
 MODEL = "skyrl_isoexec.runtimes.vllm.adapter:IsoExecForCausalLM"
 BACKEND = "skyrl_isoexec.runtimes.vllm.attention.PagedBackend"
@@ -32,16 +31,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, *ENGINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogSoftmax:
-    """Log-probabilities of whole rows by our kernels; equal if kernels and number of leaves are."""
-
-    kernels: Kernels
-    num_leaves: int
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, vocabulary] -> same; -inf marks a token that cannot be sampled."""
-        return self.kernels.logprobs(logits, num_leaves=self.num_leaves)
+LogSoftmax = Callable[[torch.Tensor], torch.Tensor]
+"""fp32 [rows, vocabulary] -> same; -inf marks a token that cannot be sampled."""
 
 
 def install_log_softmax(function: LogSoftmax) -> None:
@@ -56,7 +47,7 @@ def install_log_softmax(function: LogSoftmax) -> None:
     logprobs.log_softmax_override = function
 
 
-def installed_log_softmax() -> object:
+def installed_log_softmax() -> LogSoftmax | None:
     """What `install_log_softmax` put in place; None if nothing is, or if vLLM has no place for it."""
     from vllm.v1.sample.ops import logprobs
 

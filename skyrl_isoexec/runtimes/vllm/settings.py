@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...schedule import Schedule
+from skyrl_isoexec.schedule import Schedule
 
 ARCHITECTURE = "IsoExecForCausalLM"
 KEY = "isoexec"

@@ -106,17 +106,29 @@ def send(group: GlooGroup, tensors: Iterable[tuple[str, torch.Tensor]], bucket_b
 def receive(
     group: GlooGroup, tensors: Sequence[Announced], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yields what `send` broadcasts, bucket by bucket, in memory of its own; TransferError names a bad bucket."""
-    bucket: list[Announced] = []
+    """Yields what `send` broadcasts, bucket by bucket, in memory of its own.
+
+    After a bad bucket nothing more is yielded; the rest is received, so that the sender is not left waiting, and then
+    TransferError names the bucket.
+    """
+    buckets: list[list[Announced]] = [[]]
     size = 0
     for tensor in tensors:
         if _start_bucket(size, tensor.nbytes, bucket_bytes):
-            yield _receive_bucket(group, bucket)
-            bucket, size = [], 0
-        bucket.append(tensor)
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
         size += tensor.nbytes
-    if bucket:
-        yield _receive_bucket(group, bucket)
+    bad: TransferError | None = None
+    for bucket in filter(None, buckets):
+        try:
+            received = _receive_bucket(group, bucket)
+        except TransferError as error:
+            bad = bad or error
+        if bad is None:
+            yield received
+    if bad is not None:
+        raise bad
 
 
 def _receive_bucket(group: GlooGroup, bucket: Sequence[Announced]) -> list[tuple[str, torch.Tensor]]:

@@ -19,10 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ...model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
-from ...model.families import lookup
-from ...model.weights import LoadError, layout
-from .transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
+from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.model.weights import LoadError, layout
+from skyrl_isoexec.runtimes.vllm.transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
 
 MAX_NAMES = 20
 
@@ -163,12 +163,19 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def receive_weights(
         self, update_info: GlooUpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], None]
     ) -> None:
-        """Receive one update and hand it on bucket by bucket."""
+        """Receive one update and hand it on bucket by bucket; a refusal is raised when the sender has finished."""
         if self.group is None:
             raise RuntimeError("the weight transfer was not initialised: call init_weight_transfer_engine first")
         announced = announce(update_info.names, update_info.dtype_names, update_info.shapes)
+        refusal: Exception | None = None
         for bucket in receive(self.group, announced, update_info.bucket_bytes if update_info.packed else 0):
-            load_weights(bucket)
+            try:
+                if refusal is None:
+                    load_weights(bucket)
+            except Exception as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     def shutdown(self) -> None:
         """Leave the group."""

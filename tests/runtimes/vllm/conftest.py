@@ -1,0 +1,205 @@
+"""A tiny random Qwen3, real in-process vLLM engines over it, and the plain decoder outside vLLM they must equal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+VOCABULARY = 128
+SIZES = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+
+
+def write_checkpoint(folder: Path, dtype: str, seed: int, **changes: object) -> Path:
+    """A checkpoint of random weights, wide enough apart that distributions are not flat."""
+    from skyrl_isoexec.model import families
+    from skyrl_isoexec.model.checkpoint import random_tensors, save
+
+    hf = HF_CONFIG | {"dtype": dtype} | changes
+    save(folder, hf, random_tensors(families.from_hf(hf), seed, std=0.2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(dtype, seed=0, **changes of the configuration) -> folder, written once."""
+    made: dict[tuple, Path] = {}
+
+    def get(dtype: str, seed: int = 0, **changes: object) -> Path:
+        key = (dtype, seed, *sorted(changes.items()))
+        if key not in made:
+            made[key] = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", dtype, seed, **changes)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def host() -> None:
+    """The environment of a CPU engine in this process, before vLLM is imported."""
+    from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT
+
+    os.environ.update(CPU_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def start(host: None, checkpoint: Callable[..., Path]) -> Iterator[Callable[..., object]]:
+    """start(folder, dtype, num_leaves=2, **engine arguments) -> LLM; at most one lives at a time."""
+
+    def make(folder: Path, dtype: str, num_leaves: int = 2, **arguments: object):
+        from vllm import LLM
+
+        chosen = settings(num_leaves).engine_arguments(dtype=dtype) | SIZES | arguments
+        return LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=16 * 2**20,
+            disable_log_stats=False,
+            **chosen,
+        )
+
+    yield make
+    gc.collect()
+
+
+def settings(num_leaves: int = 2):
+    """The settings of every engine and reference here."""
+    from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
+    from skyrl_isoexec.schedule import Schedule
+
+    return EngineSettings(family="qwen3", kernels="cpu", schedule=Schedule(num_leaves=num_leaves))
+
+
+class Reference:
+    """The decoder outside vLLM: packed rows, no cache, one axis of one rank."""
+
+    def __init__(self, folder: Path, num_leaves: int = 2) -> None:
+        from skyrl_isoexec.kernels.bundle import load_kernels
+        from skyrl_isoexec.model import families
+        from skyrl_isoexec.model.axes import SingleAxis
+        from skyrl_isoexec.model.checkpoint import iter_tensors, load, read_config
+        from skyrl_isoexec.model.decoder import Decoder
+
+        schedule = settings(num_leaves).schedule
+        self.kernels = load_kernels("cpu", schedule)
+        config = families.from_hf(read_config(folder))
+        self.decoder = Decoder(config, self.kernels, SingleAxis(), schedule).requires_grad_(False)
+        load(self.decoder, iter_tensors(folder))
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int], temperature: float = 1.0):
+        """fp32 [len(ids), vocabulary]: row t is the distribution after ids[: t + 1]."""
+        length, scale = len(ids), self.decoder.config.scale
+        bounds = torch.tensor([0, length], dtype=torch.int32)
+        x_TH = self.decoder.layers(
+            self.decoder.embed(torch.tensor(ids)),
+            torch.arange(length),
+            lambda layer, q, k, v: self.kernels.attention(q, k, v, bounds, scale),
+        )
+        return self.kernels.logprobs(self.decoder.full_logits(x_TH), temperature)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., Reference]:
+    """reference(folder, num_leaves=2) -> Reference, made once."""
+    made: dict[tuple, Reference] = {}
+
+    def get(folder: Path, num_leaves: int = 2) -> Reference:
+        return made.setdefault((folder, num_leaves), Reference(folder, num_leaves))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Twelve prompts of 1 to 120 tokens; the last four share their first 40."""
+    source = random.Random(7)
+    lengths = (1, 2, 5, 15, 16, 17, 33, 120, 41, 48, 57, 80)
+    made = [[source.randrange(VOCABULARY) for _ in range(n)] for n in lengths]
+    return made[:8] + [made[8][:40] + p[40:] for p in made[8:]]
+
+
+@pytest.fixture(scope="session")
+def compare() -> Callable[..., tuple[int, int]]:
+    """compare(reference, prompts, outputs, temperature=1.0) -> (mismatches, compared) over every log-probability
+    the engine returned: of the sampled tokens, of the top ones beside them, of the prompt where it was asked for."""
+    from skyrl_isoexec.schedule.bits import count_mismatches
+
+    def count(expected: Reference, prompts: list[list[int]], outputs: list, temperature: float = 1.0):
+        got, want = [], []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            sampled = output.outputs[0]
+            rows = expected.logprobs(prompt + list(sampled.token_ids), temperature)
+            for step, entries in enumerate(sampled.logprobs):
+                for token, entry in entries.items():
+                    got.append(entry.logprob)
+                    want.append(rows[len(prompt) + step - 1, token].item())
+            if output.prompt_logprobs is not None:
+                rows = expected.logprobs(prompt)
+                for step, entries in enumerate(output.prompt_logprobs[1:]):
+                    for token, entry in entries.items():
+                        got.append(entry.logprob)
+                        want.append(rows[step, token].item())
+        return count_mismatches(torch.tensor(got), torch.tensor(want))
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., list]:
+    """generate(engine, prompts, seeds=None, **sampling) -> outputs in the order of the prompts."""
+
+    def run(engine, prompts: list[list[int]], seeds: list[int | None] | None = None, **sampling: object) -> list:
+        from vllm import SamplingParams
+
+        chosen = {"max_tokens": 32, "logprobs": 0, "ignore_eos": True, "temperature": 1.0} | sampling
+        params = [SamplingParams(seed=seed, **chosen) for seed in seeds or [None] * len(prompts)]
+        return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def counter() -> Callable[[object, str], int]:
+    """counter(engine, name) -> value of one of vLLM's counters."""
+
+    def read(engine, name: str) -> int:
+        found = [metric.value for metric in engine.get_metrics() if metric.name == name]
+        assert found, f"vLLM has no counter {name}"
+        return sum(found)
+
+    return read
+
+
+@pytest.fixture
+def namespace() -> type[SimpleNamespace]:
+    """Stands for a configuration object of vLLM."""
+    return SimpleNamespace
