@@ -5,28 +5,20 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="session")
-def root() -> Path:
-    """The root of the repository."""
-    return ROOT
-
-
-@pytest.fixture(scope="session")
-def tracked() -> list[Path]:
+def tracked(root: Path) -> list[Path]:
     """Every file of the repository that exists, as a path relative to its root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    files = [Path(name) for name in names if name and (ROOT / name).is_file()]
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
+    files = [Path(name) for name in names if name and (root / name).is_file()]
     assert files, "git lists no files"
     return files
 
 
 @pytest.fixture(scope="session")
-def own_text(tracked: list[Path]) -> dict[Path, str]:
+def own_text(root: Path, tracked: list[Path]) -> dict[Path, str]:
     """Text of every file that we wrote ourselves: no patches, which quote upstream, and no licence."""
     suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".cfg", ".txt", ""}
     chosen = [p for p in tracked if p.suffix in suffixes and p.name != "LICENSE"]
-    return {p: (ROOT / p).read_text(encoding="utf-8") for p in chosen}
+    return {p: (root / p).read_text(encoding="utf-8") for p in chosen}
