@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_isoexec.kernels.attention import loops, spec
 from skyrl_isoexec.kernels.attention.backward import differentiable
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
+from skyrl_isoexec.kernels.numeric.cpu import scratch
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["attention", "attention_paged", "kv_cache_shape", "write_kv"]
@@ -31,20 +32,22 @@ def _raise(code: int) -> None:
 def _forward(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
-    spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens)
+    spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens, schedule)
     q_TND, k_TKD, v_TKD = q_TND.contiguous(), k_TKD.contiguous(), v_TKD.contiguous()
     starts = cu_seqlens.to(torch.int32).contiguous()
     lengths = starts[1:] - starts[:-1]
     num_tokens, num_heads, head_dim = q_TND.shape
     num_kv_heads = k_TKD.shape[1]
     row = num_kv_heads * head_dim
+    tile = loops.tile_length(schedule.kv_block)
     out, lse = torch.empty_like(q_TND), torch.empty(num_tokens, num_heads)
     code = loops.attend(
         q_TND.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), starts.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
         out.data_ptr(), lse.data_ptr(),
+        scratch(loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)),
         num_tokens, num_heads, num_kv_heads, head_dim, lengths.shape[0], num_tokens, 1, 1,
         ONE_PAGE, row, head_dim, row, 1, row,
-        scale, schedule.kv_block, schedule.kv_partition, int(q_TND.dtype == torch.bfloat16),
+        scale, schedule.kv_block, schedule.kv_partition, tile, int(q_TND.dtype == torch.bfloat16),
     )  # fmt: skip
     if code:
         _raise(code)
@@ -90,13 +93,15 @@ def attention_paged(
     num_pages, _, num_kv_heads, _, page_size = cache.shape
     head = head_dim * page_size
     address, is_bf16 = cache.data_ptr(), cache.dtype == torch.bfloat16
+    tile = loops.tile_length(schedule.kv_block)
     code = loops.attend(
         q_TND.data_ptr(), address, address + num_kv_heads * head * (2 if is_bf16 else 4),
         block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), 0,
+        scratch(loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)),
         num_tokens, num_heads, num_kv_heads, head_dim,
         seq_lens.shape[0], num_pages, block_table.shape[1], block_table.stride(0),
         page_size, 2 * num_kv_heads * head, head, 1, page_size, head_dim,
-        scale, schedule.kv_block, schedule.kv_partition, int(is_bf16),
+        scale, schedule.kv_block, schedule.kv_partition, tile, int(is_bf16),
     )  # fmt: skip
     if code:
         _raise(code)

@@ -1,17 +1,19 @@
 """The compiled loops of causal attention: one routine for packed rows, prefill and decode, fp32 and bf16.
 
 Notable: keys and values are read through strides and a table of page starts, so contiguous rows are one page per
-sequence. A tile of positions is widened to fp32 once and serves every query row of a chunk. Loops vectorise over
-positions (scores, keys lie transposed in a tile) and over the head (accumulator), never across a sum, so that neither
-tile nor chunk lengths can change a bit. What must stay equal: the order stated in `reference.py`.
+sequence. A tile of positions is widened to fp32 once, in panels of 16, and serves every row of a chunk, four rows at a
+time. The vector axis is the positions for scores and the head for the accumulator, never a sum, so that tiles, chunks
+and groups of rows cannot change a bit. What must stay equal: the order stated in `reference.py`.
 
-Shapes: T tokens, N query heads, K key-value heads, D head dimension, R requests; rows are (token, head) pairs.
+Shapes: T tokens, N query heads, K key-value heads, D head dimension, R requests; a row is a (token, head) pair. In
+scratch memory: keys [tile / 16, D, 16], values [D / 16, tile, 16], of a group of 4 rows scores [tile / 16, 4, 16] and
+accumulators [D / 16, 4, 16], with D rounded up to whole panels. What lies past a row's positions or past D is garbage.
 """
 
 import numpy as np
 
+from skyrl_isoexec.kernels.attention.vectors import copy_f32, copy_u16
 from skyrl_isoexec.kernels.numeric.cpu import (
-    NUM_LANES,
     ZERO,
     compiled,
     exp,
@@ -24,71 +26,62 @@ from skyrl_isoexec.kernels.numeric.cpu import (
     u16,
     write,
 )
+from skyrl_isoexec.kernels.numeric.tile import ROWS, row_f32, rows_f32
 
-TILE = 128
-"""Positions of a tile, at least one softmax block; changes no bit."""
-CHUNK = 32
-"""Query tokens that share a tile; changes no bit."""
+TILE, CHUNK = 128, 32
+"""Positions of a tile (at least one softmax block) and tokens that share it; neither changes a bit."""
+GROUP = 16 * ROWS
+"""Elements of a panel of a group of rows."""
 NEG_INF, NAN = np.float32(-np.inf), np.float32(np.nan)
 
 BAD_QUERY, BAD_LENGTH, BAD_PAGE = 1, 2, 3
 """What `attend` returns, plus 4 * request, where query rows, length or pages are out of bounds; 0 is success."""
 
 
-@inlined
-def _copy(address, start, count, row, at, is_bf16):
-    """row[at : at + count] = the fp32 values of count elements from `start`."""
-    for i in range(count):
-        row[at + i] = read(address, is_bf16, start + i)
+def tile_length(kv_block: int) -> int:
+    """Positions of a tile: whole softmax blocks."""
+    return max(kv_block, TILE // kv_block * kv_block)
+
+
+def scratch_size(num_tokens: int, group: int, head_dim: int, tile: int) -> int:
+    """fp32 numbers that `attend` needs: the parts in the order in which it lays them out."""
+    num_rows, width = -(-min(CHUNK, num_tokens) * group // ROWS) * ROWS, -(-head_dim // 16) * 16
+    return tile * (head_dim + width + 2 * ROWS) + num_rows * (head_dim + 2 * width + 16 + 3)
 
 
 @inlined
-def _add_products(y, width, a, at, count, x, first):
-    """y[:width] += a[at + i] * x[first + i, :width] for i ascending below count, each product and sum rounded."""
-    whole = count & ~7
-    for i in range(0, whole, 8):
-        o, b = first + i, at + i
-        x0, x1, x2, x3, x4, x5, x6, x7 = x[o], x[o + 1], x[o + 2], x[o + 3], x[o + 4], x[o + 5], x[o + 6], x[o + 7]
-        a0, a1, a2, a3, a4, a5, a6, a7 = a[b], a[b + 1], a[b + 2], a[b + 3], a[b + 4], a[b + 5], a[b + 6], a[b + 7]
-        for j in range(width):
-            s = y[j]
-            s += a0 * x0[j]
-            s += a1 * x1[j]
-            s += a2 * x2[j]
-            s += a3 * x3[j]
-            s += a4 * x4[j]
-            s += a5 * x5[j]
-            s += a6 * x6[j]
-            s += a7 * x7[j]
-            y[j] = s
-    for i in range(whole, count):
-        ai, xi = a[at + i], x[first + i]
-        for j in range(width):
-            y[j] += ai * xi[j]
-
-
-@inlined
-def _load(k, v, pages, layout, head, first, count, kt, vt, is_bf16):
-    """Widen positions first .. first + count of one head into kt [D, >= tile] and vt [tile, D]."""
+def _load(k, v, pages, layout, head, first, count, keys, values, head_dim, tile, is_bf16):
+    """Widen positions first .. first + count of one head into the panels of a tile."""
     page_size, page_stride, head_stride, k_position, k_dim, v_position = layout
-    head_dim = kt.shape[0]
+    size = 4 - 2 * is_bf16
     done = 0
     while done < count:
         page = (first + done) // page_size
         offset = first + done - page * page_size
-        run = min(page_size - offset, count - done)
+        column = done & 15
+        run = min(page_size - offset, count - done, 16 - column)
         base = np.int64(i32(pages)[page]) * page_stride + head * head_stride
-        if k_position == 1:
+        panel, start = keys + 64 * head_dim * (done >> 4), base + offset * k_position
+        if k_position == 1 and column == 0 and offset + 16 <= page_size:
             for d in range(head_dim):
-                _copy(k, base + offset + d * k_dim, run, kt[d], done, is_bf16)
+                if is_bf16:
+                    copy_u16(u16(k + 2 * (start + d * k_dim)), f32(panel + 64 * d))
+                else:
+                    copy_f32(f32(k + 4 * (start + d * k_dim)), f32(panel + 64 * d))
         else:
             for j in range(run):
-                row = vt[done + j]  # its own values follow below
-                _copy(k, base + (offset + j) * k_position, head_dim, row, 0, is_bf16)
                 for d in range(head_dim):
-                    kt[d, done + j] = row[d]
+                    f32(panel)[16 * d + column + j] = read(k, is_bf16, start + j * k_position + d * k_dim)
         for j in range(run):
-            _copy(v, base + (offset + j) * v_position, head_dim, vt[done + j], 0, is_bf16)
+            source, target = v + size * (base + (offset + j) * v_position), values + 64 * (done + j)
+            for d in range(0, head_dim, 16):
+                if d + 16 > head_dim:
+                    for l in range(head_dim - d):
+                        f32(target + 4 * tile * d)[l] = read(source, is_bf16, d + l)
+                elif is_bf16:
+                    copy_u16(u16(source + 2 * d), f32(target + 4 * tile * d))
+                else:
+                    copy_f32(f32(source + 4 * d), f32(target + 4 * tile * d))
         done += run
 
 
@@ -99,70 +92,87 @@ def _base(m):
 
 
 @inlined
-def _maxima(s, seen, kv_block, m, maxima):
-    """maxima[j] = the running maximum after position j's block; a NaN is missed here, its exponential brings it in."""
+def _maxima(s, maxima, r, seen, kv_block, m):
+    """maxima[r, j] = row r's running maximum after j's block; a NaN is missed here, its exponential brings it in."""
     for start in range(0, seen, kv_block):
         stop = min(start + kv_block, seen)
-        for j in range(start, stop):
-            m = s[j] if s[j] > m else m
-        for j in range(start, stop):
-            maxima[j] = m
+        for b in range(start, stop, 16):
+            row = f32(s + 4 * ROWS * b + 64 * r)
+            for l in range(min(16, stop - b)):
+                m = row[l] if row[l] > m else m
+        for b in range(start, stop, 16):
+            row = f32(maxima + 4 * ROWS * b + 64 * r)
+            for l in range(16):
+                row[l] = m
 
 
 @inlined
-def _row_tile(q, kt, vt, seen, scale, kv_block, s, maxima, m, lanes, acc):
-    """Advance one row over the first `seen` positions of a tile; returns its new maximum."""
-    head_dim = kt.shape[0]
-    width = (seen + 15) & ~15  # whole vectors; what lies beyond `seen` is never used
-    for j in range(width):
-        s[j] = ZERO
-    _add_products(s, width, q, 0, head_dim, kt, 0)
-    for j in range(seen):
-        s[j] = s[j] * scale
-    _maxima(s, seen, kv_block, m, maxima)
-    for j in range(seen):
-        s[j] = exp(s[j] - _base(maxima[j]))
-    for start in range(0, seen, kv_block):
-        stop = min(start + kv_block, seen)
-        new = maxima[start]
-        if new != m:
-            alpha = exp(m - _base(new))
-            for l in range(NUM_LANES):
-                lanes[l] *= alpha
-            for d in range(head_dim):
-                acc[d] *= alpha
-            m = new
-        for b in range(start, stop, NUM_LANES):
-            for j in range(b, min(b + NUM_LANES, stop)):
-                lanes[j - b] += s[j]
-        _add_products(acc, head_dim, s, start, stop - start, vt, start)
-    return m
+def _rescale(r, alpha, acc, lanes, head_dim):
+    """Multiply row r's sums by alpha."""
+    for l in range(16):
+        lanes[16 * r + l] *= alpha
+    for d in range(0, head_dim, 16):
+        panel = f32(acc + 4 * ROWS * d + 64 * r)
+        for l in range(16):
+            panel[l] *= alpha
 
 
 @inlined
-def _reset(count, m, lanes, acc):
-    """Start a partition for the first `count` rows."""
-    for i in range(count):
-        m[i] = NEG_INF
-        for l in range(NUM_LANES):
-            lanes[i, l] = ZERO
-        for d in range(acc.shape[1]):
-            acc[i, d] = ZERO
+def _group_tile(rows, num_rows, seen, keys, values, s, maxima, m, lanes, acc, head_dim, tile, scale, kv_block):
+    """Advance a group of rows over a tile, of which row r sees the first seen[r] positions, ascending in r."""
+    least, most = seen[0], seen[num_rows - 1]
+    panels = (most + 15) // 16
+    p, top = f32(s), f32(maxima)
+    for i in range(panels * GROUP):
+        p[i] = ZERO
+    for n in range(panels):
+        if num_rows > 1:
+            rows_f32(f32(rows), head_dim, f32(keys + 64 * head_dim * n), head_dim, f32(s + 4 * GROUP * n))
+        else:
+            row_f32(f32(rows), head_dim, f32(keys + 64 * head_dim * n), head_dim, f32(s + 4 * GROUP * n))
+    for i in range(panels * GROUP):
+        p[i] = p[i] * scale
+    for r in range(num_rows):
+        _maxima(s, maxima, r, seen[r], kv_block, m[r])
+    for i in range(panels * GROUP):
+        p[i] = exp(p[i] - _base(top[i]))
+    for start in range(0, most, kv_block):
+        stop = min(start + kv_block, most)
+        for r in range(num_rows):
+            if seen[r] <= start:
+                continue
+            new = top[ROWS * start + 16 * r]
+            if new != m[r]:
+                _rescale(r, exp(m[r] - _base(new)), acc, lanes, head_dim)
+                m[r] = new
+            for b in range(start, min(stop, seen[r]), 16):
+                for l in range(min(16, seen[r] - b)):
+                    lanes[16 * r + l] += p[ROWS * b + 16 * r + l]
+        for b in range(start, stop, 16):
+            shared = min(16, least - b)
+            if num_rows > 1 and shared == min(16, most - b):
+                for d in range(0, head_dim, 16):
+                    panel = f32(values + 64 * b + 4 * tile * d)
+                    rows_f32(f32(s + 4 * ROWS * b), 16, panel, shared, f32(acc + 4 * ROWS * d))
+                continue
+            for r in range(num_rows):
+                if seen[r] > b:
+                    for d in range(0, head_dim, 16):
+                        panel, to = f32(values + 64 * b + 4 * tile * d), f32(acc + 4 * ROWS * d + 64 * r)
+                        row_f32(f32(s + 4 * ROWS * b + 64 * r), 16, panel, min(16, seen[r] - b), to)
 
 
 @inlined
-def _merge(i, first, m, l, acc, M, L, total):
-    """Merge row i's partition (m, l, acc) into its running result; the first partition is taken as it is."""
-    if first:
-        M[i], L[i] = m, l
-        for d in range(acc.shape[1]):
-            total[i, d] = acc[i, d]
-        return
-    new = M[i] if M[i] > m else m
-    x, y = exp(M[i] - _base(new)), exp(m - _base(new))
-    M[i], L[i] = new, L[i] * x + l * y
-    for d in range(acc.shape[1]):
-        total[i, d] = total[i, d] * x + acc[i, d] * y
+def _merge(is_first, r, m, l, acc, M, L, total, head_dim):
+    """Merge row r's partition (m, l, acc) into its running result; the first partition is taken as it is."""
+    new = M[r] if M[r] > m[r] else m[r]
+    x, y = exp(M[r] - _base(new)), exp(m[r] - _base(new))
+    for d in range(0, head_dim, 16):
+        part, whole = f32(acc + 4 * ROWS * d + 64 * r), f32(total + 4 * ROWS * d + 64 * r)
+        for i in range(16):
+            whole[i] = part[i] if is_first else whole[i] * x + part[i] * y
+    L[r] = l if is_first else L[r] * x + l * y
+    M[r] = m[r] if is_first else new
 
 
 @inlined
@@ -183,14 +193,14 @@ def _check(table, table_stride, num_pages_each, num_pages, page_size, starts, le
 
 @compiled
 def attend(
-    q, k, v, table, query_start, seq_lens, out, lse,
+    q, k, v, table, query_start, seq_lens, out, lse, scratch,
     num_tokens, num_heads, num_kv_heads, head_dim, num_requests, num_pages, num_pages_each, table_stride,
     page_size, page_stride, head_stride, k_position, k_dim, v_position,
-    scale, kv_block, kv_partition, is_bf16,
+    scale, kv_block, kv_partition, tile, is_bf16,
 ):  # fmt: skip
     """Rows query_start[r] .. query_start[r + 1] of q [T, N, D], at the last positions of request r; writes out and lse.
 
-    The first eight are addresses; table, query_start and seq_lens hold int32; lse [T, N] may be 0. In k, element d of
+    The first nine are addresses; table, query_start and seq_lens hold int32; lse [T, N] may be 0. In k, element d of
     a head at a position lies at table[r, position // page_size] * page_stride + head * head_stride
     + (position % page_size) * k_position + d * k_dim, and in v the same with v_position and 1.
     """
@@ -200,48 +210,65 @@ def attend(
         return bad
     layout = (page_size, page_stride, head_stride, k_position, k_dim, v_position)
     scale = np.float32(scale)
-    group = num_heads // num_kv_heads
-    tile = max(kv_block, TILE // kv_block * kv_block)
-    kt, vt = np.zeros((head_dim, tile + 15), np.float32), np.zeros((tile, head_dim), np.float32)
-    s, maxima = np.zeros(tile + 15, np.float32), np.zeros(tile, np.float32)
-    num_rows = min(CHUNK, num_tokens) * group
-    rows, acc = np.empty((num_rows, head_dim), np.float32), np.empty((num_rows, head_dim), np.float32)
-    total, lanes = np.empty((num_rows, head_dim), np.float32), np.empty((num_rows, NUM_LANES), np.float32)
-    m, M, L = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    group, width = num_heads // num_kv_heads, (head_dim + 15) // 16 * 16
+    num_rows = (min(CHUNK, num_tokens) * group + ROWS - 1) // ROWS * ROWS
+    keys, values = scratch, scratch + 4 * tile * head_dim
+    s = values + 4 * tile * width
+    maxima = s + 4 * tile * ROWS
+    rows = maxima + 4 * tile * ROWS
+    acc = rows + 4 * num_rows * head_dim
+    total = acc + 4 * num_rows * width
+    lanes = total + 4 * num_rows * width
+    m = lanes + 4 * num_rows * 16
+    M, L = m + 4 * num_rows, m + 8 * num_rows
+    seen = np.empty(ROWS, np.int64)
     for r in range(num_requests):
         last = np.int64(starts[r + 1])
         shift = np.int64(lengths[r]) - last  # from a token's row to its position
-        row_table = table + 4 * r * table_stride
         for head in range(num_kv_heads):
             for lo in range(np.int64(starts[r]), last, CHUNK):
                 hi = min(lo + CHUNK, last)
                 count = (hi - lo) * group
                 for i in range(count):
                     t, h = lo + i // group, head * group + i % group
-                    _copy(q, (t * num_heads + h) * head_dim, head_dim, rows[i], 0, is_bf16)
+                    for d in range(head_dim):
+                        f32(rows)[i * head_dim + d] = read(q, is_bf16, (t * num_heads + h) * head_dim + d)
                 for start in range(0, hi + shift, kv_partition):
                     stop = min(start + kv_partition, hi + shift)
-                    _reset(count, m, lanes, acc)
+                    for i in range(count):
+                        f32(m)[i] = NEG_INF
+                    for i in range(num_rows * 16):
+                        f32(lanes)[i] = ZERO
+                    for i in range(num_rows * width):
+                        f32(acc)[i] = ZERO
                     for t0 in range(start, stop, tile):
                         t1 = min(t0 + tile, stop)
-                        _load(k, v, row_table, layout, head, t0, t1 - t0, kt, vt, is_bf16)
-                        for i in range(count):
-                            seen = min(t1, lo + i // group + shift + 1) - t0
-                            if seen > 0:
-                                m[i] = _row_tile(
-                                    rows[i], kt, vt, seen, scale, kv_block, s, maxima, m[i], lanes[i], acc[i]
-                                )
+                        page_row = table + 4 * r * table_stride
+                        _load(k, v, page_row, layout, head, t0, t1 - t0, keys, values, head_dim, tile, is_bf16)
+                        for i in range(0, count, ROWS):
+                            num = min(ROWS, count - i)
+                            for j in range(num):
+                                seen[j] = min(t1, lo + (i + j) // group + shift + 1) - t0
+                            if seen[num - 1] > 0:
+                                _group_tile(
+                                    rows + 4 * i * head_dim, num, seen, keys, values, s, maxima, f32(m + 4 * i),
+                                    f32(lanes + 64 * i), acc + 4 * i * width, head_dim, tile, scale, kv_block,
+                                )  # fmt: skip
                     for i in range(count):
                         if start <= lo + i // group + shift:
-                            _merge(i, start == 0, m[i], lane_tree(lanes[i]), acc, M, L, total)
+                            g, j = i // ROWS * ROWS, i % ROWS
+                            _merge(
+                                start == 0, j, f32(m + 4 * g), lane_tree(f32(lanes + 64 * i)), acc + 4 * g * width,
+                                f32(M + 4 * g), f32(L + 4 * g), total + 4 * g * width, head_dim,
+                            )  # fmt: skip
                 for i in range(count):
                     row = (lo + i // group) * num_heads + head * group + i % group
+                    source = f32(total + 4 * (i // ROWS * ROWS * width + 16 * (i % ROWS)))
                     for d in range(head_dim):
-                        o = total[i, d] / L[i]
-                        o = NAN if o != o else o
-                        write(out, is_bf16, row * head_dim + d, o)
+                        o = source[d // 16 * GROUP + d % 16] / f32(L)[i]
+                        write(out, is_bf16, row * head_dim + d, NAN if o != o else o)
                     if lse:
-                        f32(lse)[row] = np.float32(M[i] + np.log(L[i]))
+                        f32(lse)[row] = np.float32(f32(M)[i] + np.log(f32(L)[i]))
     return 0
 
 

@@ -101,7 +101,7 @@ def attend(q_TND: Tensor, k_CKD: Tensor, v_CKD: Tensor, scale: float, schedule: 
 def _forward(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
-    spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens)
+    spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens, schedule)
     out, lse = torch.empty_like(q_TND), torch.empty(q_TND.shape[:2])
     bounds = cu_seqlens.tolist()
     for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):

@@ -6,6 +6,7 @@ Shapes: T tokens, N query heads, K key-value heads, D head dimension, S sequence
 import torch
 from torch import Tensor
 
+from skyrl_isoexec.kernels.numeric import NUM_LANES
 from skyrl_isoexec.schedule import Schedule
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -16,6 +17,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def check_schedule(schedule: Schedule) -> None:
+    """Refuse (ValueError) softmax blocks that are not whole groups of the 16 lanes of the denominator."""
+    if schedule.kv_block % NUM_LANES:
+        raise ValueError(f"attention: schedule.kv_block {schedule.kv_block} is not a multiple of {NUM_LANES}")
+
+
 def kv_cache_shape(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, schedule: Schedule
 ) -> tuple[int, int, int, int, int]:
@@ -24,6 +31,7 @@ def kv_cache_shape(
     Plane 0 of a page holds keys as [K, D, page_size] (scores vectorise over positions), plane 1 holds values as
     [K, page_size, D] (the accumulator vectorises over the head) in the same number of elements.
     """
+    check_schedule(schedule)
     if page_size <= 0 or page_size % schedule.kv_block:
         raise ValueError(f"attention: page size {page_size} is not a multiple of schedule.kv_block {schedule.kv_block}")
     return (num_pages, 2, num_kv_heads, head_dim, page_size)
@@ -44,8 +52,9 @@ def _check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"attention: {name} is {x.dtype} beside {dtype}; all are float32 or all bfloat16")
 
 
-def check_rows(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+def check_rows(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, schedule: Schedule) -> None:
     """Refuse (TypeError, ValueError) shapes, types or sequence bounds that packed attention does not define."""
+    check_schedule(schedule)
     for name, x in (("q", q_TND), ("k", k_TKD), ("v", v_TKD)):
         _check_dtype(name, x, q_TND.dtype)
     if k_TKD.shape != v_TKD.shape or q_TND.shape[0] != k_TKD.shape[0] or q_TND.shape[2] != k_TKD.shape[2]:
@@ -86,6 +95,7 @@ def check_paged(
     Rows past `query_start[-1]` are padding and are not written; entries of `block_table` past a request's last page are
     not read.
     """
+    check_schedule(schedule)
     _check_dtype("q", q_TND, cache.dtype)
     for name, x in (("block_table", block_table), ("query_start", query_start), ("seq_lens", seq_lens)):
         if x.dtype != torch.int32:
