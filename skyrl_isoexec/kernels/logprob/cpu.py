@@ -62,7 +62,7 @@ def finish(logits: Tensor, row_max_T: Tensor, total_T: Tensor, temperature: Temp
     """Log-probabilities of whole rows [T, V] or of one logit per row [T], from the rows' maximum and total."""
     logits = logits.contiguous()
     num_rows = logits.shape[0]
-    spec.check_logits(logits.view(num_rows, -1) if logits.dim() == 2 else logits[:, None], 1)
+    spec.check_logits(logits if logits.dim() == 2 else logits[:, None], 1)
     row_max_T, total_T = (spec.row_values(n, x, num_rows) for n, x in (("row_max", row_max_T), ("total", total_T)))
     _kept, divisors = _divisors(temperature, num_rows)
     out = torch.empty_like(logits)
@@ -129,5 +129,5 @@ def _entropy(logits_TV: Tensor, temperature: Temperature, num_leaves: int) -> tu
     m = row_max(logits_TV, temperature)
     sums = total(_leaf_sums(logits_TV, m, num_leaves, temperature, False))
     weighted = total(_leaf_sums(logits_TV, m, num_leaves, temperature, True))
-    log_total = -finish(torch.zeros_like(m), torch.zeros_like(m), sums)
+    log_total = 0.0 - finish(torch.zeros_like(m), torch.zeros_like(m), sums)
     return log_total - weighted / sums, m, sums

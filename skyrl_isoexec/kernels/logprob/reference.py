@@ -74,6 +74,7 @@ def log(total_T: Tensor) -> Tensor:
 
 def finish(logits: Tensor, row_max_T: Tensor, total_T: Tensor, temperature: Temperature = 1.0) -> Tensor:
     """Log-probabilities of whole rows [T, V] or of one logit per row [T], from the rows' maximum and total."""
+    spec.check_logits(logits if logits.dim() == 2 else logits[:, None], 1)
     x = divide(logits, temperature)
     shape = (-1, *[1] * (x.dim() - 1))
     out = (x - row_max_T.view(shape)) - log(total_T).view(shape)
@@ -129,5 +130,5 @@ def _entropy(logits_TV: Tensor, temperature: Temperature, num_leaves: int) -> tu
     e = exp(shifted)
     sums = total(_leaf_terms(e, num_leaves))
     weighted = total(_leaf_terms(torch.where(e == 0, e, e * shifted), num_leaves))
-    log_total = -finish(torch.zeros_like(m), torch.zeros_like(m), sums)
+    log_total = 0.0 - finish(torch.zeros_like(m), torch.zeros_like(m), sums)
     return log_total - weighted / sums, m, sums
