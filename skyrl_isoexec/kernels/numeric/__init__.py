@@ -3,6 +3,16 @@
 The names exported here are those of `reference`. Importing this package does not import numba.
 """
 
-from skyrl_isoexec.kernels.numeric.reference import NUM_LANES, dot, dot_tree, exp, lane_sum, lane_tree, narrow, sqrt, tree
+from skyrl_isoexec.kernels.numeric.reference import (
+    NUM_LANES,
+    dot,
+    dot_tree,
+    exp,
+    lane_sum,
+    lane_tree,
+    narrow,
+    sqrt,
+    tree,
+)
 
 __all__ = ["NUM_LANES", "dot", "dot_tree", "exp", "lane_sum", "lane_tree", "narrow", "sqrt", "tree"]

@@ -86,6 +86,13 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def require_cpu(*tensors: torch.Tensor | None) -> None:
+    """Refuse (ValueError) tensors whose address is not one of the CPU's memory: a loop would read anything there."""
+    for t in tensors:
+        if t is not None and not t.is_cpu:
+            raise ValueError(f"the cpu kernels cannot read a tensor of device {t.device}")
+
+
 def scratch(size: int) -> int:
     """Address of `size` fp32 numbers of this thread, of any content, valid until its next call of `scratch`."""
     held = getattr(_THREAD, "scratch", None)

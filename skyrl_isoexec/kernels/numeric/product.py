@@ -7,7 +7,19 @@ fp32, which changes no bit. What must stay equal: the same element has the same 
 import torch
 from torch import Tensor
 
-from skyrl_isoexec.kernels.numeric.cpu import ZERO, compiled, f32, inlined, read, rounded, scratch, u16, widen, write
+from skyrl_isoexec.kernels.numeric.cpu import (
+    ZERO,
+    compiled,
+    f32,
+    inlined,
+    read,
+    require_cpu,
+    rounded,
+    scratch,
+    u16,
+    widen,
+    write,
+)
 from skyrl_isoexec.kernels.numeric.panels import PANEL
 from skyrl_isoexec.kernels.numeric.tile import ROWS, row_f32, row_u16, rows_f32, rows_u16
 
@@ -18,10 +30,13 @@ GROUP, BLOCK, DEPTH = 16, 64, 512
 
 @inlined
 def _gather_panel(w, w_bf16, stride_n, stride_k, num_n, num_k, panel):
-    """Copy `num_n` <= 16 columns into panel [num_k, 16], in squares of 16 by 16; columns past them become zero."""
+    """Copy `num_n` <= 16 columns into panel [num_k, 16], along memory in squares; columns past them become zero."""
     for first in range(0, num_k, PANEL):
-        for n in range(PANEL):
-            for k in range(first, min(first + PANEL, num_k)):
+        size_k = min(PANEL, num_k - first)
+        across = stride_n < stride_k
+        for i in range(size_k if across else PANEL):
+            for j in range(PANEL if across else size_k):
+                n, k = (j, first + i) if across else (i, first + j)
                 at, to = n * stride_n + k * stride_k, k * PANEL + n
                 if w_bf16:
                     u16(panel)[to] = u16(w)[at] if n < num_n else 0
@@ -122,6 +137,7 @@ def product(
     `num_leaves` cuts K into equal contiguous leaves that are added by a balanced tree before the rounding. With
     `packed` (see `panels`) the weight itself is not read. The caller has checked shapes and dtypes.
     """
+    require_cpu(x_MK, w_NK, packed, bias_N)
     num_m, num_k = x_MK.shape
     num_n = w_NK.shape[0]
     x_stride, inner = x_MK.stride()

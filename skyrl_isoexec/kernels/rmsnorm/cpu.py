@@ -18,6 +18,7 @@ from skyrl_isoexec.kernels.numeric.cpu import (
     lane_tree,
     needs_grad,
     read,
+    require_cpu,
     rounded,
     scratch,
     write,
@@ -85,6 +86,7 @@ def _backward(x, w, dy, dtotal, bf16, num_rows, width, eps, dx, dw, sums_at, lan
 
 def _run(x_TH: Tensor, residual_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, what was normed), from contiguous operands."""
+    require_cpu(x_TH, residual_TH, w_H)
     width = x_TH.shape[-1]
     out = torch.empty_like(x_TH)
     total = x_TH if residual_TH is None else torch.empty_like(x_TH)

@@ -1,7 +1,7 @@
 """RMSNorm in eager PyTorch: the definition of the order.
 
-fp32: squares are summed in 16 lanes (element d to lane d % 16, from +0, ascending), lanes by a balanced tree; the sum is
-divided by the width, eps is added, and inv = 1 / sqrt(...), each rounded. y = x * inv rounded to x's dtype, then
+fp32: squares are summed in 16 lanes (element d to lane d % 16, from +0, ascending), lanes by a balanced tree; the sum
+is divided by the width, eps is added, and inv = 1 / sqrt(...), each rounded. y = x * inv rounded to x's dtype, then
 y * w in fp32 rounded again: the weight multiplies an already rounded value, as Hugging Face models do.
 """
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skyrl_isoexec.kernels.numeric.cpu import compiled, f32, i64, needs_grad, read, write
+from skyrl_isoexec.kernels.numeric.cpu import compiled, f32, i64, needs_grad, read, require_cpu, write
 from skyrl_isoexec.kernels.rope import spec
 
 
@@ -29,6 +29,7 @@ def _rotate(x, bf16, positions, table, num_positions, num_tokens, num_heads, wid
 
 
 def _run(x_TND: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, backward: bool) -> Tensor:
+    require_cpu(x_TND, positions_T, cos_sin_PD)
     x_TND, positions_T, cos_sin_PD = x_TND.contiguous(), positions_T.contiguous(), cos_sin_PD.contiguous()
     num_tokens, num_heads, width = x_TND.shape
     out = torch.empty_like(x_TND)

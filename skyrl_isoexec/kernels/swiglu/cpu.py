@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skyrl_isoexec.kernels.numeric.cpu import ONE, compiled, exp, needs_grad, read, rounded, write
+from skyrl_isoexec.kernels.numeric.cpu import ONE, compiled, exp, needs_grad, read, require_cpu, rounded, write
 from skyrl_isoexec.kernels.swiglu import spec
 
 
@@ -25,6 +25,7 @@ def _backward(gate, up, dy, bf16, size, dgate, dup):
 
 
 def _run(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    require_cpu(gate_TF, up_TF)
     out = torch.empty_like(gate_TF)
     bf16 = int(gate_TF.dtype is torch.bfloat16)
     _forward(gate_TF.data_ptr(), up_TF.data_ptr(), bf16, gate_TF.numel(), out.data_ptr())

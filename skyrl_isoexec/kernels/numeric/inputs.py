@@ -1,0 +1,34 @@
+"""Inputs for gates and tests: reproducible numbers, and the values at which arithmetic is easily wrong."""
+
+import torch
+from torch import Tensor
+
+FINITE = (0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, -5.9e-39, 1.0, -1.0, 3.0e19, -3.0e19, 1.0e-20, -1.0e-20)
+"""Both zeros, subnormals (smallest, largest, in between), ones, values whose squares overflow or are subnormal."""
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    """Normal numbers of a standard deviation, the same on every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def plant(x: Tensor, values: tuple[float, ...], first: int, every: int) -> None:
+    """Write `values` in turn to the elements first, first + every, ... of a contiguous x."""
+    places = x.view(-1)[first::every]
+    places.copy_(torch.tensor(values).repeat(-(-places.numel() // len(values)))[: places.numel()])
+
+
+def hazards(seed: int, *shape: int, dtype: torch.dtype = torch.float32, finite: bool = True) -> Tensor:
+    """Normal numbers with every value of `FINITE` among them, and unless finite of `NOT_FINITE` as well.
+
+    ValueError if the shape is too small to hold them.
+    """
+    x = normal(seed, *shape, dtype=dtype)
+    if x.numel() < 7 * len(FINITE) or (not finite and x.numel() < 41 * len(NOT_FINITE)):
+        raise ValueError(f"hazards: a tensor of shape {shape} is too small to hold every value")
+    plant(x, FINITE, 0, 7)
+    if not finite:
+        plant(x, NOT_FINITE, 40, 41)
+    return x
