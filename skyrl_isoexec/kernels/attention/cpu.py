@@ -1,4 +1,4 @@
-"""Causal attention on the CPU: `loops.py` behind the functions that every implementation has.
+"""Causal attention on the CPU: `loops.py` and `store.py` behind the functions that every implementation has.
 
 What must stay equal: the bits of `reference.py`, whatever the batch, the pages and the cut of a prefill.
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_isoexec.kernels.attention import loops, spec
 from skyrl_isoexec.kernels.attention.backward import differentiable
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
+from skyrl_isoexec.kernels.attention.store import store
 from skyrl_isoexec.kernels.numeric.cpu import scratch
 from skyrl_isoexec.schedule import Schedule
 
@@ -32,6 +33,7 @@ def _raise(code: int) -> None:
 def _forward(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
+    spec.check_host(q_TND, k_TKD, v_TKD, cu_seqlens)
     spec.check_rows(q_TND, k_TKD, v_TKD, cu_seqlens, schedule)
     q_TND, k_TKD, v_TKD = q_TND.contiguous(), k_TKD.contiguous(), v_TKD.contiguous()
     starts = cu_seqlens.to(torch.int32).contiguous()
@@ -63,10 +65,11 @@ def attention(
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Store each row at slot page * page_size + offset; rows with a negative slot are skipped."""
+    spec.check_host(k_TKD, v_TKD, cache, slots_T)
     spec.check_write(k_TKD, v_TKD, cache, slots_T)
     k_TKD, v_TKD, slots_T = k_TKD.contiguous(), v_TKD.contiguous(), slots_T.contiguous()
     num_pages, _, num_kv_heads, head_dim, page_size = cache.shape
-    outside = loops.store(
+    outside = store(
         k_TKD.data_ptr(), v_TKD.data_ptr(), cache.data_ptr(), slots_T.data_ptr(),
         slots_T.shape[0], num_pages, num_kv_heads, head_dim, page_size, int(cache.dtype == torch.bfloat16),
     )  # fmt: skip
@@ -86,6 +89,7 @@ def attention_paged(
     schedule: Schedule,
 ) -> Tensor:
     """Causal attention of the last rows of each request over its pages. See `spec.check_paged` for what is refused."""
+    spec.check_host(q_TND, cache, block_table, query_start, seq_lens)
     spec.check_paged(q_TND, cache, block_table, query_start, seq_lens, out, schedule)
     q_TND = q_TND.contiguous()
     out = torch.zeros_like(q_TND) if out is None else out

@@ -52,6 +52,13 @@ def _check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"attention: {name} is {x.dtype} beside {dtype}; all are float32 or all bfloat16")
 
 
+def check_host(*tensors: Tensor) -> None:
+    """Refuse (TypeError) tensors whose memory compiled loops of the host cannot read."""
+    for x in tensors:
+        if not x.is_cpu:
+            raise TypeError(f"attention: the cpu implementation was given a tensor on {x.device}")
+
+
 def check_rows(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, schedule: Schedule) -> None:
     """Refuse (TypeError, ValueError) shapes, types or sequence bounds that packed attention does not define."""
     check_schedule(schedule)

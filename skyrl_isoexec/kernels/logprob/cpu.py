@@ -23,6 +23,7 @@ def _divisors(temperature: Temperature, num_rows: int) -> tuple[Tensor | None, i
 
 def row_max(logits_TV: Tensor, temperature: Temperature = 1.0) -> Tensor:
     """fp32 [T]: maximum of each row; ranks combine theirs with any exact, NaN-propagating maximum."""
+    spec.check_host(logits_TV)
     spec.check_logits(logits_TV, 1)
     logits_TV = logits_TV.contiguous()
     num_rows, size = logits_TV.shape
@@ -35,6 +36,7 @@ def row_max(logits_TV: Tensor, temperature: Temperature = 1.0) -> Tensor:
 def _leaf_sums(
     logits_TV: Tensor, row_max_T: Tensor, local_leaves: int, temperature: Temperature, is_weighted: bool
 ) -> Tensor:
+    spec.check_host(logits_TV, row_max_T)
     spec.check_logits(logits_TV, local_leaves)
     logits_TV, row_max_T = logits_TV.contiguous(), spec.row_values("row_max", row_max_T, logits_TV.shape[0])
     num_rows, size = logits_TV.shape
@@ -60,6 +62,7 @@ def total(sums_LT: Tensor) -> Tensor:
 
 def finish(logits: Tensor, row_max_T: Tensor, total_T: Tensor, temperature: Temperature = 1.0) -> Tensor:
     """Log-probabilities of whole rows [T, V] or of one logit per row [T], from the rows' maximum and total."""
+    spec.check_host(logits, row_max_T, total_T)
     logits = logits.contiguous()
     num_rows = logits.shape[0]
     spec.check_logits(logits if logits.dim() == 2 else logits[:, None], 1)
@@ -105,6 +108,7 @@ def grad_logits(
     first_id: int = 0,
 ) -> Tensor:
     """Gradient [T, V] of token log-probabilities for the slice of the vocabulary that starts at `first_id`."""
+    spec.check_host(grad_T, logits_TV, ids_T, row_max_T, total_T)
     spec.check_logits(logits_TV, 1)
     num_rows, size = logits_TV.shape
     logits_TV, ids_T = logits_TV.contiguous(), ids_T.contiguous()

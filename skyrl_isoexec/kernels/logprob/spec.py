@@ -24,6 +24,13 @@ def check_logits(logits_TV: Tensor, num_leaves: int) -> None:
         raise ValueError(f"logprob: vocabulary size {size} is not a multiple of num_leaves {num_leaves}")
 
 
+def check_host(*tensors: Tensor) -> None:
+    """Refuse (TypeError) tensors whose memory compiled loops of the host cannot read."""
+    for x in tensors:
+        if not x.is_cpu:
+            raise TypeError(f"logprob: the cpu implementation was given a tensor on {x.device}")
+
+
 def check_leaves(sums_LT: Tensor) -> None:
     """Refuse (ValueError) leaf sums whose number is not a power of two: a part of the leaves, most likely."""
     if sums_LT.dim() != 2 or not is_power_of_two(sums_LT.shape[0]):
