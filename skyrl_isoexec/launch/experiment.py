@@ -16,7 +16,7 @@ from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.trainer import RayPPOTrainer
 
 from .exactness import compare
-from .record import Record
+from .record import Record, log_to
 from .watch import Watch
 from .workers import worker_classes
 
@@ -38,10 +38,15 @@ def request_seed(run_seed: int, step: int, instance: str, repetition: int) -> in
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
 
-class SeededGenerator(SkyRLGymGenerator):
-    """SkyRL's generator; each trajectory samples with a seed of its own, so that a run can be repeated to the bit."""
+class Generator(SkyRLGymGenerator):
+    """SkyRL's generator, sampling from the very distribution that is trained, each trajectory with a seed of its own.
 
-    run_seed: int = 0
+    SkyRL asks for at least one token, for which vLLM takes the end token out of the first distribution; the trainer
+    scores the whole one. So no minimum is asked for here.
+    """
+
+    run_seed: int | None = None
+    """None leaves the engine's own generator to draw; then a run cannot be repeated to the bit."""
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = True) -> Any:
         """As SkyRL's; remembers which step the batch belongs to."""
@@ -50,10 +55,12 @@ class SeededGenerator(SkyRLGymGenerator):
         return await super().generate(input_batch, disable_tqdm=disable_tqdm)
 
     async def agent_loop(self, *args: Any, sampling_params: Any = None, trajectory_id: Any = None, **rest: Any) -> Any:
-        """As SkyRL's, with the trajectory's seed among its sampling parameters."""
-        if sampling_params is not None and trajectory_id is not None:
-            place = (self._step, trajectory_id.instance_id, trajectory_id.repetition_id)
-            sampling_params = {**sampling_params, "seed": request_seed(self.run_seed, *place)}
+        """As SkyRL's, with the trajectory's own sampling parameters."""
+        if sampling_params is not None:
+            sampling_params = {**sampling_params, "min_tokens": 0}
+            if self.run_seed is not None and trajectory_id is not None:
+                place = (self._step, trajectory_id.instance_id, trajectory_id.repetition_id)
+                sampling_params["seed"] = request_seed(self.run_seed, *place)
         return await super().agent_loop(*args, sampling_params=sampling_params, trajectory_id=trajectory_id, **rest)
 
 
@@ -102,22 +109,22 @@ class Experiment(BasePPOExp):
         return worker_classes()
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """SkyRL's generator, with seeds if the run asks for them."""
-        if not self._seeded:
-            return super().get_generator(cfg, tokenizer, inference_engine_client)
-        generator = SeededGenerator(
+        """SkyRL's generator for single- and multi-turn text, with seeds if the run asks for them."""
+        generator = Generator(
             generator_cfg=cfg.generator,
             skyrl_gym_cfg=cfg.environment.skyrl_gym,
             inference_engine_client=inference_engine_client,
             tokenizer=tokenizer,
             policy_model_name=resolve_policy_model_name(cfg),
         )
-        generator.run_seed = cfg.trainer.seed
+        generator.run_seed = cfg.trainer.seed if self._seeded else None
         return generator
 
     def get_trainer(self, **parts: Any) -> CountingTrainer:
         """SkyRL's trainer that also counts."""
-        return CountingTrainer(**parts)
+        trainer = CountingTrainer(**parts)
+        log_to(self._run_dir)  # its constructor sends the log to the terminal
+        return trainer
 
     def get_tracker(self) -> Record:
         """SkyRL's tracker, recorded in the run folder."""

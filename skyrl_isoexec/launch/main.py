@@ -79,16 +79,15 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
 
 def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
     import torch
-    from loguru import logger
     from skyrl.train.utils import validate_cfg
 
     from .cluster import Cluster, environment
     from .experiment import Experiment
     from .folder import write_config
+    from .record import log_to
 
     logs.mkdir(parents=True, exist_ok=True)
-    logger.remove()
-    logger.add(logs / "launcher.log", level="INFO")
+    log_to(launch.run_dir)
     validate_cfg(cfg)
     write_config(launch, cfg)
     print(f"run folder {launch.run_dir}", flush=True)

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 REWARD = "reward/avg_raw_reward"
 DIFF_MEAN = "policy/rollout_train_logprobs_abs_diff_mean"
 DIFF_MAX = "policy/rollout_train_logprobs_abs_diff_max"
@@ -21,6 +23,12 @@ HEADER = (
     f"{'step':>5} {'reward':>7} {'mean |diff|':>12} {'max |diff|':>12} {'mismatched':>10} {'compared':>9}  "
     + " ".join(f"{name:>9}" for name, _ in PHASES)
 )
+
+
+def log_to(folder: Path) -> None:
+    """Send this process's log to `logs/launcher.log`, and nothing of it to the terminal."""
+    logger.remove()
+    logger.add(folder / "logs" / "launcher.log", level="INFO")
 
 
 def plain(value: Any) -> Any:

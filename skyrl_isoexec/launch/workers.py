@@ -84,7 +84,7 @@ class ModelWorker:
         else:
             told = {key: self._settings[key] for key in ("kernels", "schedule")}
             module = build(self._checkpoint, told, **common)
-            decoder = module.decoder
+            decoder = module.stage
             model_utils.token_logprobs = token_logprobs(decoder.kernels, decoder.axis, decoder.schedule.num_leaves)
         if not wrap_with_ddp:
             return [module]

@@ -28,7 +28,7 @@ class MegatronDecoder(MegatronModule):
 
     def __init__(self, config: TransformerConfig, decoder: Decoder, *, pre_process: bool, post_process: bool) -> None:
         super().__init__(config)
-        self.decoder = decoder
+        self.stage = decoder  # not `decoder`: Megatron looks for layers with numbers of its own under that name
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, None
         self.share_embeddings_and_output_weights = decoder.config.tied_head
         self.stage_input: torch.Tensor | None = None
@@ -49,8 +49,8 @@ class MegatronDecoder(MegatronModule):
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """The weight that first and last stage of a tied model share, if this stage holds it."""
         if self.pre_process:
-            return self.decoder.model.embed_tokens.weight
-        return self.decoder.lm_head.weight if self.post_process else None
+            return self.stage.model.embed_tokens.weight
+        return self.stage.lm_head.weight if self.post_process else None
 
     def forward(
         self,
@@ -76,34 +76,34 @@ class MegatronDecoder(MegatronModule):
             starts_T = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
             positions_T = torch.arange(length, device=input_ids.device) - starts_T
         if self.pre_process:
-            x_TH = self.decoder.embed(input_ids.reshape(-1))
+            x_TH = self.stage.embed(input_ids.reshape(-1))
         else:
             x_TH = self.stage_input.transpose(0, 1).reshape(batch * length, -1)
         x_TH = self._layers(x_TH, positions_T, cu_seqlens)
         if not self.post_process:
             return x_TH.view(batch, length, -1).transpose(0, 1).contiguous()
-        return self.decoder.logits(x_TH).view(batch, length, -1)
+        return self.stage.logits(x_TH).view(batch, length, -1)
 
     def _stage_shape(self, packed: PackedSeqParams | None) -> tuple[int, int]:
         length, batch, _ = self.stage_input.shape
         return batch, length
 
     def _layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        kernels, scale = self.decoder.kernels, self.decoder.config.scale
+        kernels, scale = self.stage.kernels, self.stage.config.scale
 
         def attend(_: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             return kernels.attention(q_TND, k_TKD, v_TKD, cu_seqlens, scale)
 
         recompute = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
-        for index in self.decoder.layer_indices:
+        for index in self.stage.layer_indices:
             if recompute:
 
                 def run(rows: torch.Tensor, index: int = index) -> torch.Tensor:
-                    return self.decoder.layer(index, rows, positions_T, attend)
+                    return self.stage.layer(index, rows, positions_T, attend)
 
                 x_TH = tensor_parallel.checkpoint(run, False, x_TH)
             else:
-                x_TH = self.decoder.layer(index, x_TH, positions_T, attend)
+                x_TH = self.stage.layer(index, x_TH, positions_T, attend)
         return x_TH
 
     def sharded_state_dict(
@@ -111,8 +111,8 @@ class MegatronDecoder(MegatronModule):
     ) -> dict[str, Any]:
         """Sharded tensors under the state dict's names; a last stage's copy of a tied embedding is a replica of it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        tensors = {f"decoder.{name}": p for name, p in self.decoder.named_parameters()}
-        axes = {f"decoder.{n}": p.shard.dim for n, p in self.decoder.named_parameters() if p.shard.dim is not None}
+        tensors = {f"stage.{name}": p for name, p in self.stage.named_parameters()}
+        axes = {f"stage.{n}": p.shard.dim for n, p in self.stage.named_parameters() if p.shard.dim is not None}
         sharded = make_sharded_tensors_for_checkpoint(
             tensors,
             prefix,
@@ -121,16 +121,16 @@ class MegatronDecoder(MegatronModule):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-        for name, parameter in self.decoder.named_parameters():
+        for name, parameter in self.stage.named_parameters():
             if hasattr(parameter, "tied_to"):
-                copy = sharded[f"{prefix}decoder.{name}"]
-                copy.key = f"{prefix}decoder.{parameter.tied_to}"
+                copy = sharded[f"{prefix}stage.{name}"]
+                copy.key = f"{prefix}stage.{parameter.tied_to}"
                 copy.replica_id = (1, *copy.replica_id[1:])
         return sharded
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, with a tied head filled from the embedding that it is."""
         state = dict(state_dict)
-        if self.pre_process and self.post_process and self.decoder.config.tied_head:
-            state.setdefault(f"decoder.{HEAD_NAME}", state[f"decoder.{EMBEDDING_NAME}"])
+        if self.pre_process and self.post_process and self.stage.config.tied_head:
+            state.setdefault(f"stage.{HEAD_NAME}", state[f"stage.{EMBEDDING_NAME}"])
         return super().load_state_dict(state, strict=strict, assign=assign)

@@ -19,14 +19,14 @@ def facts(module: torch.nn.Module) -> dict[str, Any]:
     """Plain data: model class, kernels bound, schedule, parallel degrees, dtype, versions, process."""
     model = unwrap(module)
     unified = isinstance(model, MegatronDecoder)
-    kernels = model.decoder.kernels if unified else None
+    kernels = model.stage.kernels if unified else None
     bound = {n: f"{f.__module__}.{f.__qualname__}" for n, f in vars(kernels).items() if callable(f)} if unified else {}
     return {
         "runtime": "megatron",
         "pid": os.getpid(),
         "model": type(model).__qualname__,
         "kernels": bound,
-        "schedule": model.decoder.schedule.to_dict() if unified else None,
+        "schedule": model.stage.schedule.to_dict() if unified else None,
         "dtype": str(next(model.parameters()).dtype),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),

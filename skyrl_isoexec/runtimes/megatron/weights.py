@@ -25,7 +25,7 @@ def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     model = unwrap(module)
     if isinstance(model, NativeModel):
         return {name: tuple(tensor.shape) for name, tensor in model.export().items()}
-    return layout(model.decoder.config)
+    return layout(model.stage.config)
 
 
 def export(module: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,7 +34,7 @@ def export(module: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterato
     Stages take turns: the owner gathers over its tensor-parallel axis and broadcasts over the pipeline.
     """
     model = unwrap(module)
-    own = dict(iter_export(model.decoder)) if isinstance(model, MegatronDecoder) else model.export()
+    own = dict(iter_export(model.stage)) if isinstance(model, MegatronDecoder) else model.export()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     for name, shape in shapes(module).items():
         tensor = own.get(name)
