@@ -1,1 +1,1 @@
-"""One folder per operator; an operator never imports another. `bundle.load_kernels` chooses one implementation of all."""
+"""One folder per operator; an operator never imports another. `bundle.load_kernels` chooses one implementation."""

@@ -33,7 +33,9 @@ class ReductionTree:
     def owned(self, rank: int, size: int) -> range:
         """Leaves of `rank` of `size` ranks: a subtree. ValueError unless size is a power of two <= num_leaves."""
         if not is_power_of_two(size) or size > self.num_leaves:
-            raise ValueError(f"{size} ranks cannot own subtrees of num_leaves {self.num_leaves}: not a smaller power of two")
+            raise ValueError(
+                f"{size} ranks cannot own subtrees of num_leaves {self.num_leaves}: not a smaller power of two"
+            )
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")
         width = self.num_leaves // size

@@ -56,8 +56,8 @@ def _forward(x, residual, w, bf16, num_rows, width, eps, total, out, lanes_at):
             write(out, bf16, first + d, y * read(w, bf16, d))
 
 
-@compiled
-def _backward(x, w, dy, dtotal, bf16, num_rows, width, eps, dx, dw, sums_at, lanes_at):
+@inlined
+def _backward_rows(x, w, dy, dtotal, bf16, num_rows, width, eps, dx, dw, sums_at, lanes_at):
     """Gradients for what was normalised, plus `dtotal` (0: none), and for the weight (`dw` 0: not wanted)."""
     lanes, sums = f32(lanes_at), f32(sums_at)
     for d in range(width):
@@ -82,6 +82,14 @@ def _backward(x, w, dy, dtotal, bf16, num_rows, width, eps, dx, dw, sums_at, lan
     if dw != 0:
         for d in range(width):
             write(dw, bf16, d, sums[d])
+
+
+@compiled
+def _backward(x, w, dy, dtotal, bf16, num_rows, width, eps, dx, dw, sums_at, lanes_at):
+    if bf16:  # a constant in each call, so that each loop is compiled for one dtype
+        _backward_rows(x, w, dy, dtotal, True, num_rows, width, eps, dx, dw, sums_at, lanes_at)
+    else:
+        _backward_rows(x, w, dy, dtotal, False, num_rows, width, eps, dx, dw, sums_at, lanes_at)
 
 
 def _run(x_TH: Tensor, residual_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -4,24 +4,40 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skyrl_isoexec.kernels.numeric.cpu import ONE, compiled, exp, needs_grad, read, require_cpu, rounded, write
+from skyrl_isoexec.kernels.numeric.cpu import ONE, compiled, exp, inlined, needs_grad, read, require_cpu, rounded, write
 from skyrl_isoexec.kernels.swiglu import spec
 
 
-@compiled
-def _forward(gate, up, bf16, size, out):
+@inlined
+def _forward_loop(gate, up, bf16, size, out):
     for i in range(size):
         g = read(gate, bf16, i)
         write(out, bf16, i, rounded(g / (exp(-g) + ONE), bf16) * read(up, bf16, i))
 
 
 @compiled
-def _backward(gate, up, dy, bf16, size, dgate, dup):
+def _forward(gate, up, bf16, size, out):
+    if bf16:  # a constant in each call, so that each loop is compiled for one dtype
+        _forward_loop(gate, up, True, size, out)
+    else:
+        _forward_loop(gate, up, False, size, out)
+
+
+@inlined
+def _backward_loop(gate, up, dy, bf16, size, dgate, dup):
     for i in range(size):
         g, grad = read(gate, bf16, i), read(dy, bf16, i)
         sigmoid = ONE / (exp(-g) + ONE)
         write(dup, bf16, i, grad * rounded(g * sigmoid, bf16))
         write(dgate, bf16, i, grad * read(up, bf16, i) * (sigmoid * (ONE + g * (ONE - sigmoid))))
+
+
+@compiled
+def _backward(gate, up, dy, bf16, size, dgate, dup):
+    if bf16:
+        _backward_loop(gate, up, dy, True, size, dgate, dup)
+    else:
+        _backward_loop(gate, up, dy, False, size, dgate, dup)
 
 
 def _run(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
