@@ -15,7 +15,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 VOCABULARY = 128
-SIZES = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+SIZES = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 16 * 2**20,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+}
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -75,16 +85,7 @@ def start(host: None, checkpoint: Callable[..., Path]) -> Iterator[Callable[...,
     def make(folder: Path, dtype: str, num_leaves: int = 2, **arguments: object):
         from vllm import LLM
 
-        chosen = settings(num_leaves).engine_arguments(dtype=dtype) | SIZES | arguments
-        return LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            kv_cache_memory_bytes=16 * 2**20,
-            disable_log_stats=False,
-            **chosen,
-        )
+        return LLM(str(folder), **engine_arguments(dtype, num_leaves) | arguments)
 
     yield make
     gc.collect()
@@ -96,6 +97,17 @@ def settings(num_leaves: int = 2):
     from skyrl_isoexec.schedule import Schedule
 
     return EngineSettings(family="qwen3", kernels="cpu", schedule=Schedule(num_leaves=num_leaves))
+
+
+def engine_arguments(dtype: str, num_leaves: int = 2) -> dict[str, object]:
+    """Everything a small engine of ours is started with, but the checkpoint."""
+    return settings(num_leaves).engine_arguments(dtype=dtype) | SIZES
+
+
+@pytest.fixture
+def arguments(host: None) -> Callable[..., dict[str, object]]:
+    """See `engine_arguments`."""
+    return engine_arguments
 
 
 class Reference:
