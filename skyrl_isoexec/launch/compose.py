@@ -47,10 +47,11 @@ def compose(arguments: Sequence[str], *, now: float | None = None) -> "tuple[Lau
     tree = merge(overrides)
     check(root, tree, "", root)
     links.adopt(tree, overrides.values)
+    anchor(tree)
     layout.resolve(tree, overrides.values)
     name_run(tree, now)
     links.spread(tree)
-    launch = build(LaunchConfig, {**ours(tree), "run_dir": Path(tree["run_dir"]).absolute()})
+    launch = build(LaunchConfig, {**ours(tree), "run_dir": Path(tree["run_dir"]).expanduser().absolute()})
     links.fill(tree, implied(launch))
     check(root, tree, "", root)
     return launch, skyrl_config(tree)
@@ -85,6 +86,20 @@ def merge(overrides: Overrides) -> dict[str, Any]:
         raise ConfigError(" ".join(str(error).split())) from error
     assert isinstance(tree, dict)
     return tree
+
+
+def anchor(tree: dict[str, Any]) -> None:
+    """Make paths that exist here absolute, because Ray's workers run in a folder of their own."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
+
+    if tree["model"]["path"] is not None:
+        tree["model"]["path"] = absolute(tree["model"]["path"])
+    for key in ("data.train_data", "data.val_data"):
+        files = links.get(tree, key)
+        if files is not None:
+            links.put(tree, key, [absolute(file) for file in files])
 
 
 def name_run(tree: dict[str, Any], now: float | None) -> None:

@@ -164,6 +164,16 @@ def test_the_same_value_under_both_names_is_no_contradiction() -> None:
     assert launch.topology.trainer.tp == 2
 
 
+def test_paths_that_exist_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    launch, skyrl = compose([EXEC, "model.path=folder", "data.train_data=[train.jsonl, some/name]", "run_dir=here"])
+    assert launch.model.path == skyrl.trainer.policy.model.path == str(tmp_path / "folder")
+    assert skyrl.data.train_data == [str(tmp_path / "train.jsonl"), "some/name"]
+    assert launch.run_dir == tmp_path / "here"
+
+
 def test_the_last_assignment_holds() -> None:
     launch, skyrl = compose([EXEC, "trainer.seed=1", "topology=engine_tp2", "trainer.seed=2", "topology=single"])
     assert (skyrl.trainer.seed, launch.topology.engine.tp) == (2, 1)
