@@ -68,6 +68,7 @@ class Cluster:
         os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.update(self._env)
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # of the launcher; the engine's own log is kept in full
         os.environ.pop("SKYRL_LOG_FILE")  # the workers' output goes to the file, the launcher's to the terminal
         self._folder = Path(tempfile.mkdtemp(prefix="isoexec-ray-"))  # Ray's sockets need a short path
         count = slots(self._cfg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,6 +53,7 @@ def _check(launch: LaunchConfig, cfg: Any) -> Path:
     model = preflight.checkpoint(checkpoint, dtype=launch.model.dtype)
     preflight.vocabulary(checkpoint, model)
     preflight.lengths(cfg, model)
+    preflight.updates(cfg)
     if launch.exec.name == "isoexec":
         degrees = {"topology.trainer.tp": launch.topology.trainer.tp, "topology.engine.tp": launch.topology.engine.tp}
         preflight.layouts(model, num_leaves=schedule(launch).num_leaves, degrees=degrees)
@@ -61,9 +63,12 @@ def _check(launch: LaunchConfig, cfg: Any) -> Path:
 
 
 def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
+    from loguru import logger
+
     from .watch import no_orphans
 
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.simplefilter("ignore")  # of the hosts, at import: the terminal is for the run
     logs = launch.run_dir / "logs"
     with no_orphans():
         try:
@@ -72,6 +77,7 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
             print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
+            logger.opt(exception=True).error("the run failed")
             print(f"failed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
             return 1
     return 0
@@ -85,9 +91,11 @@ def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
     from .experiment import Experiment
     from .folder import write_config
     from .record import log_to
+    from .task.env import register
 
     logs.mkdir(parents=True, exist_ok=True)
     log_to(launch.run_dir)
+    register()
     validate_cfg(cfg)
     write_config(launch, cfg)
     print(f"run folder {launch.run_dir}", flush=True)

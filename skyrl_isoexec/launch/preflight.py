@@ -95,16 +95,30 @@ def lengths(cfg: Any, config: DecoderConfig) -> None:
         )
 
 
+def updates(cfg: Any) -> None:
+    """Refuse a warm-up that is longer than the run, which Megatron's scheduler asserts against without a word."""
+    steps = cfg.trainer.max_training_steps
+    if steps is None:
+        return
+    per_step = cfg.trainer.train_batch_size // cfg.trainer.policy_mini_batch_size * cfg.trainer.update_epochs_per_batch
+    warmup = cfg.trainer.policy.optimizer_config.num_warmup_steps
+    if warmup >= steps * per_step:
+        raise Refusal(
+            f"trainer.policy.optimizer_config.num_warmup_steps={warmup} is not below the run's {steps * per_step} "
+            "optimizer steps (trainer.max_training_steps, train_batch_size / policy_mini_batch_size); lower it"
+        )
+
+
 def sampling(cfg: Any) -> None:
     """Refuse sampling settings under which rollout and trainer log-probabilities do not mean the same."""
     params = cfg.generator.sampling_params
     if params.logprobs is None:
         raise Refusal("generator.sampling_params.logprobs is null: rollouts carry nothing to compare; set it to 1")
-    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
         value = getattr(params, name)
         if value != neutral and not (name == "top_k" and value == 0):
             raise Refusal(
-                f"generator.sampling_params.{name}={value} cuts the distribution that is sampled from, and the trainer "
+                f"generator.sampling_params.{name}={value} changes the distribution that is sampled from, and the trainer "
                 f"scores the whole one; set it to {neutral}"
             )
     if params.stop is not None:
