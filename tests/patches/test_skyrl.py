@@ -119,3 +119,27 @@ def test_router_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_router.VLLMRouter, "_wait_until_healthy", lambda *_: None)
     router = vllm_router.VLLMRouter(RouterArgs(worker_urls=["http://127.0.0.1:1"]))
     assert router.start().startswith("http://")
+
+
+def test_dynamic_sampling_keeps_nothing_twice() -> None:
+    from skyrl.train.utils.trainer_utils import handle_filter_sampling
+
+    def batch(rewards: list[float]) -> dict:
+        count = len(rewards)
+        return {
+            "prompt_token_ids": [[1]] * count,
+            "response_ids": [[2]] * count,
+            "rewards": rewards,
+            "loss_masks": [[1]] * count,
+            "stop_reasons": None,
+            "rollout_metrics": {},
+            "rollout_logprobs": [[-1.0]] * count,
+        }
+
+    config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
+    state: dict = {"sample_batch_count": 1}
+    for _ in range(2):
+        *_, keep, state = handle_filter_sampling(batch([0.0, 0.0]), ["a", "a"], config, state)
+        assert keep and state["num_prompts_in_batch"] == 0
+    output, uids, keep, _ = handle_filter_sampling(batch([0.0, 1.0]), ["b", "b"], config, state)
+    assert not keep and uids == ["b", "b"] and output["rewards"] == [0.0, 1.0]

@@ -5,6 +5,8 @@ from typing import Any
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from skyrl_isoexec.launch.task.tokenizer import EOS
+
 ENV_ID = "addition"
 """The name under which SkyRL-Gym makes this environment, and the `env_class` of every row of the data."""
 
@@ -21,8 +23,8 @@ class AdditionEnv(BaseTextEnv):
         self.answer = str((extras or {})["reward_spec"]["ground_truth"])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Compare the whole response with the answer. The response carries no end-of-sequence symbol."""
-        reward = 1.0 if action == self.answer else 0.0
+        """Compare the whole response with the answer; SkyRL decodes the end-of-sequence symbol with it."""
+        reward = 1.0 if action.removesuffix(EOS) == self.answer else 0.0
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
 
