@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS, UPSTREAMS = ROOT / "requirements" / "cpu.txt", ROOT / "requirements" / "nodeps-cpu.txt"
 METADATA = ROOT / "scripts" / "vllm_metadata"
 PYTHONS = ((3, 11), (3, 12))
+BATCH = 25
 STAMPS = "isoexec-bootstrap.json"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps")
 
@@ -189,8 +190,12 @@ def install_tools(venv: Path) -> None:
 
 
 def install_packages(venv: Path) -> None:
-    """The closed list of pins."""
-    call(venv, *PIP, "--no-build-isolation", "--use-pep517", "--requirement", str(PINS))
+    """The closed list of pins, in batches: what a batch has installed need not be fetched again after a kill."""
+    pins = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
+    for begin in range(0, len(pins), BATCH):
+        batch = pins[begin : begin + BATCH]
+        print(f"      packages {begin + 1} to {begin + len(batch)} of {len(pins)}", flush=True)
+        call(venv, *PIP, "--no-build-isolation", "--use-pep517", *batch)
 
 
 def install_upstreams(venv: Path) -> None:
@@ -226,7 +231,7 @@ def drop_half_installed(venv: Path, names: frozenset[str]) -> None:
 def _complete(info: Path) -> bool:
     try:
         with open(info / "RECORD", newline="") as handle:
-            rows = [row for row in csv.reader(handle) if len(row) == 3 and row[2]]
+            rows = [row for row in csv.reader(handle) if len(row) == 3 and row[2] and not row[0].endswith(".pyc")]
         return bool(rows) and all((info.parent / path).stat().st_size == int(size) for path, _, size in rows)
     except (OSError, ValueError):
         return False
