@@ -180,7 +180,7 @@ class RecipeConfig:
     batch_size: int
     """Problems in one step."""
     lr: float
-    """Learning rate after the warm-up."""
+    """Highest learning rate; it falls linearly to zero over the steps."""
     warmup_steps: int
     """Steps over which the learning rate rises linearly."""
     label_smoothing: float

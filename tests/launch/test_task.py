@@ -67,7 +67,10 @@ def test_every_answer_survives_decoding_and_encoding() -> None:
         assert tokenizer.encode(answer, add_special_tokens=False) == encode(answer)
 
 
-@pytest.mark.parametrize(("action", "reward"), [("46", 1.0), ("046", 0.0), ("46 ", 0.0), ("", 0.0), ("4", 0.0)])
+RIGHT, WRONG = ("46", f"46{EOS}"), ("046", "46 ", "", "4", EOS, f"46{EOS}{EOS}", "4<pad>6")
+
+
+@pytest.mark.parametrize(("action", "reward"), [*((a, 1.0) for a in RIGHT), *((a, 0.0) for a in WRONG)])
 def test_reward_is_an_exact_match(action: str, reward: float) -> None:
     register()
     register()
@@ -192,4 +195,4 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 def test_default_base_checkpoint_is_worth_training_further(tmp_path: Path) -> None:
     """Right often enough that groups of samples differ, wrong often enough that there is something to learn."""
     folder = ensure_base(composed(tmp_path), print)
-    assert 0.15 < json.loads((folder / "base.json").read_text())["sampled"] < 0.5
+    assert 0.2 < json.loads((folder / "base.json").read_text())["sampled"] < 0.45

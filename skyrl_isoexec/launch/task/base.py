@@ -99,7 +99,7 @@ def fit(model: PreTrainedModel, rows: list[Problem], recipe: RecipeConfig, progr
     started = time.monotonic()
     for step in range(1, recipe.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * min(1.0, step / max(1, recipe.warmup_steps))
+            group["lr"] = learning_rate(recipe, step)
         chosen = torch.randint(len(rows), (recipe.batch_size,), generator=generator)
         ids_BT, labels_BT = ids[chosen], labels[chosen]
         logits = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
@@ -113,8 +113,13 @@ def fit(model: PreTrainedModel, rows: list[Problem], recipe: RecipeConfig, progr
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 25 == 0 or step == recipe.steps:
+        if step % 50 == 0 or step == recipe.steps:
             progress(f"base checkpoint: step {step}/{recipe.steps}, loss {loss.item():.3f}, {_since(started)}")
+
+
+def learning_rate(recipe: RecipeConfig, step: int) -> float:
+    """The rate of step 1, 2, ...: a linear rise over the warm-up, times a linear fall to zero after the last step."""
+    return recipe.lr * min(1.0, step / max(1, recipe.warmup_steps)) * (1 - (step - 1) / recipe.steps)
 
 
 @torch.no_grad()
