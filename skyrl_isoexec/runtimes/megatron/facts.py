@@ -20,7 +20,7 @@ def facts(module: torch.nn.Module) -> dict[str, Any]:
     model = unwrap(module)
     unified = isinstance(model, MegatronDecoder)
     kernels = model.stage.kernels if unified else None
-    bound = {n: f"{f.__module__}.{f.__qualname__}" for n, f in vars(kernels).items() if callable(f)} if unified else {}
+    bound = {name: _qualified(f) for name, f in vars(kernels).items() if callable(f)} if unified else {}
     return {
         "runtime": "megatron",
         "pid": os.getpid(),
@@ -33,3 +33,8 @@ def facts(module: torch.nn.Module) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
     }
+
+
+def _qualified(function: object) -> str:
+    function = getattr(function, "func", function)  # a partial binds the schedule
+    return f"{function.__module__}.{function.__qualname__}"
