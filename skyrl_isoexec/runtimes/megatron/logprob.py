@@ -44,7 +44,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(kernels: Kernels, axis: Axis, num_leaves: int) -> TokenLogprobs:
-    """The function (logits [..., V] fp32, int64 ids [...]) -> fp32 [...] of one trainer; ids count the whole vocabulary.
+    """The function (logits [..., V] fp32, int64 ids [...]) -> fp32 [...] of a trainer; ids are of the whole vocabulary.
 
     The logits are already divided by the temperature. Bits equal `kernels.logprobs` on the gathered row. Collective.
     """

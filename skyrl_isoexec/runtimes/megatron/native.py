@@ -1,4 +1,4 @@
-"""The stock arm of a comparison: transformers' own model class inside Megatron's training stack, nothing of ours in it."""
+"""The stock arm of a comparison: transformers' own model class in Megatron's training stack, nothing of ours in it."""
 
 from __future__ import annotations
 
