@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from skyrl_isoexec.patching import PatchRefusal, applied_state
 from skyrl_isoexec.runtimes.vllm.install import BACKEND, ENGINE, installed_log_softmax
 from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, CPU_ENVIRONMENT, KEY, TRANSFER_BACKEND
 
@@ -32,6 +33,15 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def patch_facts() -> dict[str, Any]:
+    """State of vLLM's files against our series; a worker that cannot tell says why."""
+    try:
+        state = dataclasses.asdict(applied_state("vllm"))
+        return {"vllm": state | {"paths": list(state["paths"])}}
+    except (PatchRefusal, OSError) as error:
+        return {"vllm": {"state": "unknown", "reason": str(error)}}
 
 
 def plugin_facts() -> dict[str, Any]:
@@ -64,6 +74,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "plugin": plugin_facts(),
         "tp": {"rank": group.rank_in_group, "size": group.world_size},
         "versions": versions(),
+        "patches": patch_facts(),
         "environment": {name: os.environ.get(name) for name in CPU_ENVIRONMENT},
         "engine": {
             "runner": type(worker.model_runner).__name__,

@@ -1,8 +1,8 @@
 """The entry point of the plugin, and the one function that changes vLLM's behaviour in a worker process.
 
-`register` runs in every process of every engine, so it only adds names: an architecture, an attention backend and a way
-to transfer weights. An engine that asks for none of them computes what it did. `install_log_softmax` is called by our
-model when a worker builds it.
+`register` runs in every process of every engine, so it only adds names: an architecture, an attention backend, a
+format of configurations and a way to transfer weights. An engine that asks for none of them computes what it did.
+`install_log_softmax` is called by our model when a worker builds it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, TRANSFER_BACKEND
+from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, CONFIG_FORMAT, TRANSFER_BACKEND
 
 MODEL = "skyrl_isoexec.runtimes.vllm.adapter:IsoExecForCausalLM"
 BACKEND = "skyrl_isoexec.runtimes.vllm.attention.PagedBackend"
@@ -22,11 +22,16 @@ def register() -> None:
     """Adds our names to vLLM's registries; may run any number of times in a process."""
     from vllm import ModelRegistry
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, register_config_parser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if ARCHITECTURE not in ModelRegistry.models:
         ModelRegistry.register_model(ARCHITECTURE, MODEL)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
+        from skyrl_isoexec.runtimes.vllm.parser import DataConfigParser
+
+        register_config_parser(CONFIG_FORMAT)(DataConfigParser)
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, *ENGINE)
 

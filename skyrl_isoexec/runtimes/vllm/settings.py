@@ -16,6 +16,10 @@ KEY = "isoexec"
 FACTS_EXTENSION = "skyrl_isoexec.runtimes.vllm.facts.FactsExtension"
 TRANSFER_BACKEND = "gloo"
 
+CONFIG_FORMAT = "isoexec"
+STAND_INS = {"mimo": "qwen2"}
+"""Families that transformers does not know -> the family whose configuration class has their fields; see `parser`."""
+
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -65,7 +69,8 @@ class EngineSettings:
 
         `dtype` is explicit because vLLM's "auto" turns a float32 checkpoint into bfloat16 on the CPU.
         """
-        return {
+        parser = {"config_format": CONFIG_FORMAT} if self.family in STAND_INS else {}
+        return parser | {
             "dtype": dtype,
             "hf_overrides": {"architectures": [ARCHITECTURE]},
             "additional_config": {KEY: self.to_dict()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[tuple, Path] = {}
 
     def get(dtype: str, seed: int = 0, **changes: object) -> Path:
-        key = (dtype, seed, *sorted(changes.items()))
+        key = (dtype, seed, json.dumps(changes, sort_keys=True))
         if key not in made:
             made[key] = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", dtype, seed, **changes)
         return made[key]
@@ -80,28 +81,28 @@ def host() -> None:
 
 @pytest.fixture
 def start(host: None, checkpoint: Callable[..., Path]) -> Iterator[Callable[..., object]]:
-    """start(folder, dtype, num_leaves=2, **engine arguments) -> LLM; at most one lives at a time."""
+    """start(folder, dtype, num_leaves=2, family="qwen3", **engine arguments) -> LLM; at most one lives at a time."""
 
-    def make(folder: Path, dtype: str, num_leaves: int = 2, **arguments: object):
+    def make(folder: Path, dtype: str, num_leaves: int = 2, family: str = "qwen3", **arguments: object):
         from vllm import LLM
 
-        return LLM(str(folder), **engine_arguments(dtype, num_leaves) | arguments)
+        return LLM(str(folder), **engine_arguments(dtype, num_leaves, family) | arguments)
 
     yield make
     gc.collect()
 
 
-def settings(num_leaves: int = 2):
-    """The settings of every engine and reference here."""
+def settings(num_leaves: int = 2, family: str = "qwen3"):
+    """What engine and reference share."""
     from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
     from skyrl_isoexec.schedule import Schedule
 
-    return EngineSettings(family="qwen3", kernels="cpu", schedule=Schedule(num_leaves=num_leaves))
+    return EngineSettings(family=family, kernels="cpu", schedule=Schedule(num_leaves=num_leaves))
 
 
-def engine_arguments(dtype: str, num_leaves: int = 2) -> dict[str, object]:
+def engine_arguments(dtype: str, num_leaves: int = 2, family: str = "qwen3") -> dict[str, object]:
     """Everything a small engine of ours is started with, but the checkpoint."""
-    return settings(num_leaves).engine_arguments(dtype=dtype) | SIZES
+    return settings(num_leaves, family).engine_arguments(dtype=dtype) | SIZES
 
 
 @pytest.fixture

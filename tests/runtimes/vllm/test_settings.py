@@ -47,7 +47,6 @@ def test_settings_round_trip() -> None:
 
 REFUSED = {
     "block_size": {"block_size": 24},
-    "max_model_len": {"max_model_len": 512, "hf_overrides": {"max_position_embeddings": 1024}},
     "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
     "settings": {"additional_config": {"isoexec": GOOD | {"kernel": "cpu"}}},
     "family": {"additional_config": {"isoexec": GOOD | {"family": "qwen9"}}},
@@ -55,12 +54,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("option", ["block_size", "kv_cache_dtype", "settings", "family", "kernels"])
+@pytest.mark.parametrize("option", REFUSED)
 def test_engines_refuse_by_name(start, checkpoint, option: str) -> None:
     """An engine that cannot be exact does not start, and says which option is at fault."""
     names = {"settings": "unknown keys \\['kernel'\\]", "family": "'qwen9'", "kernels": "cpus"}
     with pytest.raises(Exception, match=names.get(option, option)):
         start(checkpoint("float32"), "float32", **REFUSED[option])
+
+
+def test_one_engine_a_process(start, checkpoint, generate) -> None:
+    """The log-softmax belongs to the process, so an engine that was superseded refuses rather than use another's."""
+    first = start(checkpoint("float32"), "float32")
+    second = start(checkpoint("float32"), "float32", num_leaves=4)
+    assert generate(second, [[1, 2, 3]])
+    with pytest.raises(Exception, match="one engine per process"):
+        generate(first, [[1, 2, 3]])
 
 
 def test_facts(start, checkpoint) -> None:
@@ -72,6 +80,7 @@ def test_facts(start, checkpoint) -> None:
     assert facts["plugin"]["architecture"] and facts["plugin"]["attention"] and facts["plugin"]["transfer"]
     assert any("skyrl_isoexec.runtimes.vllm.install:register" in p for p in facts["plugin"]["entry_points"])
     assert facts["tp"] == {"rank": 0, "size": 1}
+    assert facts["patches"]["vllm"]["num_patches"] >= 4
     assert facts["log_softmax_is_ours"] and facts["weights_complete"]
     assert facts["log_softmax"] == facts["kernels"]["logprobs"]
     assert facts["kernels"]["linear"].startswith("skyrl_isoexec.kernels.")
