@@ -153,6 +153,42 @@ def test_stale_byte_code_is_removed(workshop) -> None:
     assert not Path(compiled).exists() and Path(same).exists()
 
 
+def test_byte_code_made_meanwhile_is_removed(workshop, monkeypatch) -> None:
+    """Another process may import the old source just before it is replaced."""
+    real, compiled = os.replace, []
+
+    def replace(source, target) -> None:
+        if str(target).endswith("toy/a.py"):
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            compiled.append(py_compile.compile(str(target), invalidation_mode=mode))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        apply(workshop.site(), workshop.patches())
+    assert compiled and not Path(compiled[0]).exists()
+
+
+def test_a_kill_is_mended_also_when_the_series_changes_next(workshop, monkeypatch, pristine, edits) -> None:
+    """What a killed run wrote stays known though no series on disk makes it any more."""
+    real = os.replace
+
+    def replace(source, target) -> None:
+        if str(target).endswith("toy/b.py"):
+            raise Killed
+        real(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", replace)
+        apply(workshop.site(), workshop.patches())
+    assert files_of(workshop)["toy/a.py"] != pristine["toy/a.py"]
+    first = {"seam-hook.patch": edits["seam-hook.patch"]}
+    workshop.write_series("toy", pristine, first)
+    assert survey(workshop.site(), workshop.patches()).state == MIXED
+    apply(workshop.site(), workshop.patches())
+    assert files_of(workshop) == pristine | first["seam-hook.patch"]
+
+
 def test_a_new_series_replaces_the_old_one(workshop, pristine, edits) -> None:
     """After the series changes, apply goes straight to it, also for files that it no longer touches."""
     apply(workshop.site(), workshop.patches())
