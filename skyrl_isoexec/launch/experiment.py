@@ -5,7 +5,10 @@ Everything else of a run (data, environments, advantages, loss, dynamic sampling
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.trainer import RayPPOTrainer
 
+from . import witness
 from .exactness import compare
+from .preflight import Refusal
 from .record import Record, log_to
 from .watch import Watch
 from .workers import worker_classes
@@ -24,11 +29,27 @@ from .workers import worker_classes
 class CountingTrainer(RayPPOTrainer):
     """SkyRL's trainer; a step also counts the tokens whose rollout and trainer log-probabilities differ in a bit."""
 
+    watch: Watch | None = None
+    """Told which processes train, as soon as there are any."""
+
+    def build_models(self, *worker_classes: Any) -> None:
+        """As SkyRL's; from here on the trainer's processes are watched as well."""
+        super().build_models(*worker_classes)
+        if self.watch is not None and self.policy_model is not None:
+            self.watch.add(_processes(self.policy_model.actor_infos))
+
+    async def generate(self, input_batch: Any) -> Any:
+        """SkyRL's rollouts, then what the engines have counted so far."""
+        rollouts = await super().generate(input_batch)
+        urls = self.inference_engine_client.server_urls
+        self.all_metrics.update(await asyncio.to_thread(witness.counters, urls))
+        return rollouts
+
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         """SkyRL's scoring pass, then the count. ComparisonError if there is nothing to compare."""
         scored = super().fwd_logprobs_values_reward(training_input)
         counts = compare(scored.get("rollout_logprobs"), scored.get("action_log_probs"), scored["loss_mask"])
-        self.all_metrics.update(counts)
+        self.all_metrics.update({**counts, witness.DIGEST: witness.digest(scored)})
         return scored
 
 
@@ -94,7 +115,9 @@ class Experiment(BasePPOExp):
     def get_eval_dataset(self) -> PromptDataset | None:
         """The evaluation prompts, if evaluation is on."""
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
-            return self._dataset(self.cfg.data.val_data)
+            data = self._dataset(self.cfg.data.val_data)
+            _refuse_dropped(data, self.cfg.data.val_data, self.cfg.trainer.max_prompt_length)
+            return data
         return None
 
     def get_inference_client(self) -> Any:
@@ -123,6 +146,7 @@ class Experiment(BasePPOExp):
     def get_trainer(self, **parts: Any) -> CountingTrainer:
         """SkyRL's trainer that also counts."""
         trainer = CountingTrainer(**parts)
+        trainer.watch = self.watch
         log_to(self._run_dir)  # its constructor sends the log to the terminal
         return trainer
 
@@ -140,6 +164,17 @@ class Experiment(BasePPOExp):
             self._inference_router.shutdown()
 
 
+def _processes(actors: list[Any]) -> dict[str, int]:
+    import ray
+
+    def whereabouts(_: Any) -> tuple[str, int]:
+        return socket.gethostname(), os.getpid()
+
+    found = ray.get([info.handle.__ray_call__.remote(whereabouts) for info in actors])
+    here = socket.gethostname()
+    return {f"the trainer's rank {rank}": pid for rank, (host, pid) in enumerate(found) if host == here}
+
+
 def _refuse_dropped(data: PromptDataset, files: list[str], limit: int) -> None:
     import datasets
 
@@ -151,7 +186,7 @@ def _refuse_dropped(data: PromptDataset, files: list[str], limit: int) -> None:
             return  # a data set by name: SkyRL's own filter decides
         total += len(datasets.load_dataset(kind, data_files=file, keep_in_memory=True)["train"])
     if total != len(data):
-        raise ValueError(
+        raise Refusal(
             f"{total - len(data)} of {total} prompts in {', '.join(files)} are longer than "
             f"trainer.max_prompt_length = {limit} tokens; raise it (and generator.max_input_length) or shorten them"
         )

@@ -18,6 +18,7 @@ usage: python -m skyrl.train +exec=isoexec [GROUP=OPTION ...] [KEY=VALUE ...]
 Choose the stack with +exec=isoexec (the unified model on both sides) or +exec=native (the stock stack, to compare).
 Everything else has a default; configs/ lists the groups, and SkyRL's keys keep their names.
 """
+RESUME = "trainer.resume_mode=latest, in a run that saves with trainer.ckpt_interval=STEPS"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,6 +55,9 @@ def _check(launch: LaunchConfig, cfg: Any) -> Path:
     preflight.vocabulary(checkpoint, model)
     preflight.lengths(cfg, model)
     preflight.updates(cfg)
+    for name in ("port", "prometheus_port"):
+        router = "generator.inference_engine.router_init_kwargs"
+        preflight.port(cfg.generator.inference_engine.router_init_kwargs.get(name), f"{router}.{name}")
     if launch.exec.name == "isoexec":
         degrees = {"topology.trainer.tp": launch.topology.trainer.tp, "topology.engine.tp": launch.topology.engine.tp}
         preflight.layouts(model, num_leaves=schedule(launch).num_leaves, degrees=degrees)
@@ -65,6 +69,7 @@ def _check(launch: LaunchConfig, cfg: Any) -> Path:
 def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
     from loguru import logger
 
+    from .preflight import Refusal
     from .watch import no_orphans
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -76,9 +81,12 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
+        except Refusal as error:
+            print(f"\nrefused: {error}", file=sys.stderr)  # below the line of a progress bar
+            return 2
         except Exception as error:
             logger.opt(exception=True).error("the run failed")
-            print(f"failed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
+            print(f"\nfailed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
             return 1
     return 0
 
@@ -107,12 +115,16 @@ def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
         experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests)
         try:
             experiment.run()
-        except KeyboardInterrupt:
-            if experiment.watch is None or experiment.watch.failure is None:
+        except (Exception, KeyboardInterrupt) as error:
+            watch = experiment.watch
+            if watch is not None and isinstance(error, Exception):
+                watch.look()
+            gone = watch.found if watch is not None else None
+            if gone is None:  # not looked for after a user's interruption, which ends the other processes as well
                 raise
-            from .watch import EngineDied
+            from .watch import ProcessDied
 
-            raise EngineDied(experiment.watch.failure) from None
+            raise ProcessDied(f"{gone}; start again, or go on from the last checkpoint: {RESUME}") from error
         finally:
             experiment.close()
 
@@ -123,7 +135,9 @@ def _interrupt(_: int, __: FrameType | None) -> None:
 
 def cause(error: BaseException) -> str:
     """The first thing that went wrong, in one line: the innermost error, without Ray's copies of tracebacks."""
-    while True:
+    from .watch import ProcessDied
+
+    while not isinstance(error, ProcessDied):
         inner = getattr(error, "cause", None) or error.__cause__
         if not isinstance(inner, BaseException) or inner is error:
             break

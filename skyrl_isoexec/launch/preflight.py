@@ -25,7 +25,8 @@ def checkpoint(folder: Path, *, dtype: str) -> DecoderConfig:
     """The decoder's configuration, after every tensor's presence and shape was read from the files' headers."""
     if not folder.is_dir():
         raise Refusal(
-            f"trainer.policy.model.path={folder} is not a folder; give a Hugging Face checkpoint folder with config.json"
+            f"trainer.policy.model.path={folder} is not a folder; "
+            "give a Hugging Face checkpoint folder with config.json"
         )
     try:
         config = from_hf(read_config(folder), dtype=dtype)
@@ -118,13 +119,13 @@ def sampling(cfg: Any) -> None:
         value = getattr(params, name)
         if value != neutral and not (name == "top_k" and value == 0):
             raise Refusal(
-                f"generator.sampling_params.{name}={value} changes the distribution that is sampled from, and the trainer "
-                f"scores the whole one; set it to {neutral}"
+                f"generator.sampling_params.{name}={value} changes the distribution that is sampled from, and "
+                f"the trainer scores the whole one; set it to {neutral}"
             )
     if params.stop is not None:
         raise Refusal(
-            f"generator.sampling_params.stop={list(params.stop)} makes SkyRL append an end token that was never sampled, with "
-            "a made-up log-probability; set it to null and let the model end by its end token"
+            f"generator.sampling_params.stop={list(params.stop)} makes SkyRL append an end token that was never "
+            "sampled, with a made-up log-probability; set it to null and let the model end by its end token"
         )
     if params.temperature <= 0:
         raise Refusal(f"generator.sampling_params.temperature={params.temperature} must be above 0 for training")

@@ -71,7 +71,8 @@ class Record:
                 print(HEADER, flush=True)
                 self._shown = True
             print(step_line(step, row, self._total), flush=True)
-        self._tracker.log(data, step=step, commit=commit)
+        numbers = {key: value for key, value in data.items() if not isinstance(value, str)}  # all that trackers take
+        self._tracker.log(numbers, step=step, commit=commit)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tracker, name)

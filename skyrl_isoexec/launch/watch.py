@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -17,16 +17,21 @@ TRIES = 3
 GRACE_SECONDS = 5.0
 
 
-class EngineDied(RuntimeError):
-    """An inference server stopped answering its health check."""
+class ProcessDied(RuntimeError):
+    """A process that the run cannot go on without is gone, or an inference server stopped answering."""
 
 
 class Watch:
-    """Polls the health of inference servers; when one fails three times in a row, interrupts the main thread."""
+    """Polls inference servers and processes; when one is gone, interrupts the main thread.
+
+    A server is gone when its health check fails three times in a row: one that is busy may miss one.
+    """
 
     def __init__(self, urls: list[str]) -> None:
         self._urls, self._stop = urls, threading.Event()
-        self.failure: str | None = None
+        self._processes: dict[str, psutil.Process] = {}
+        self.found: str | None = None
+        """What is gone, once something is."""
         self._thread = threading.Thread(target=self._run, name="isoexec-watch", daemon=True)
 
     def start(self) -> None:
@@ -34,19 +39,43 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End polling; a failure seen before stays readable."""
+        """End polling; what was found before stays readable."""
         self._stop.set()
 
+    def add(self, pids: Mapping[str, int]) -> None:
+        """Watch processes of this machine too: {what it is: id}. psutil.NoSuchProcess if one is gone already."""
+        self._processes = {**self._processes, **{name: psutil.Process(pid) for name, pid in pids.items()}}
+
+    def look(self) -> str | None:
+        """Look now, once; `found`."""
+        self.found = self.found or self._dead_process() or self._dead_server()
+        return self.found
+
+    def _dead_process(self) -> str | None:
+        for name, process in self._processes.items():
+            if not _alive(process):
+                return f"{name} (process {process.pid}) died"
+        return None
+
+    def _dead_server(self) -> str | None:
+        for url in self._urls:
+            reason = _health(url)
+            if reason:
+                return f"the inference server at {url} does not answer its health check ({reason}): its engine died"
+        return None
+
     def _run(self) -> None:
-        failures = dict.fromkeys(self._urls, 0)
+        failures = 0
         while not self._stop.wait(POLL_SECONDS):
-            for url in self._urls:
-                reason = _health(url)
-                failures[url] = failures[url] + 1 if reason else 0
-                if failures[url] >= TRIES and not self._stop.is_set():
-                    self.failure = f"inference server {url} does not answer its health check ({reason})"
-                    _thread.interrupt_main()
-                    return
+            found = self._dead_process()
+            if found is None:
+                reason = self._dead_server()
+                failures = failures + 1 if reason else 0
+                found = reason if failures >= TRIES else None
+            if found is not None and not self._stop.is_set():
+                self.found = found
+                _thread.interrupt_main()
+                return
 
 
 def _health(url: str) -> str | None:
