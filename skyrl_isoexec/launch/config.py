@@ -180,7 +180,7 @@ class RecipeConfig:
     batch_size: int
     """Problems in one step."""
     lr: float
-    """Highest learning rate; it falls linearly to zero over the steps."""
+    """Learning rate after the warm-up, constant: after a fall to zero, reinforcement learning gained half as much."""
     warmup_steps: int
     """Steps over which the learning rate rises linearly."""
     label_smoothing: float

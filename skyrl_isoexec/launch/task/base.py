@@ -118,8 +118,8 @@ def fit(model: PreTrainedModel, rows: list[Problem], recipe: RecipeConfig, progr
 
 
 def learning_rate(recipe: RecipeConfig, step: int) -> float:
-    """The rate of step 1, 2, ...: a linear rise over the warm-up, times a linear fall to zero after the last step."""
-    return recipe.lr * min(1.0, step / max(1, recipe.warmup_steps)) * (1 - (step - 1) / recipe.steps)
+    """The rate of step 1, 2, ...: a linear rise over the warm-up, then constant."""
+    return recipe.lr * min(1.0, step / max(1, recipe.warmup_steps))
 
 
 @torch.no_grad()
