@@ -1,6 +1,8 @@
 """Each vLLM patch has a test here that fails without it, on the stock CPU engine with a tiny random model."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +14,26 @@ BUDGET = 16
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory):
-    """A stock in-process engine: 2 layers, 64 tokens of vocabulary, blocks of 16 tokens."""
+def host() -> Iterator[None]:
+    """This process as the host of a CPU engine, and as it was before afterwards."""
+    environment = dict(os.environ)
+    replaced = [(torch, "set_num_threads"), (torch.accelerator, "synchronize"), (torch.accelerator, "empty_cache")]
+    originals = [getattr(owner, name) for owner, name in replaced]
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_CPU_KVCACHE_SPACE="1")
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    for (owner, name), original in zip(replaced, originals, strict=True):
+        setattr(owner, name, original)  # a CPU worker of vLLM replaces them
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def engine(host: None, tmp_path_factory: pytest.TempPathFactory):
+    """A stock in-process engine: 2 layers, 64 tokens of vocabulary, blocks of 16 tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from vllm import LLM
 

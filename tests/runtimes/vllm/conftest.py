@@ -70,13 +70,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-@pytest.fixture(scope="session")
-def host() -> None:
-    """The environment of a CPU engine in this process, before vLLM is imported."""
+@pytest.fixture(scope="module")
+def host() -> Iterator[None]:
+    """This process as the host of CPU engines, and as it was before when a file of tests ends."""
     from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT
 
-    os.environ.update(CPU_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    environment = dict(os.environ)
+    replaced = [(torch, "set_num_threads"), (torch.accelerator, "synchronize"), (torch.accelerator, "empty_cache")]
+    originals = [getattr(owner, name) for owner, name in replaced]
     torch.set_num_threads(1)
+    os.environ.update(CPU_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.sample.ops import logprobs
+
+    logprobs.log_softmax_override = None
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    for (owner, name), original in zip(replaced, originals, strict=True):
+        setattr(owner, name, original)  # a CPU worker of vLLM replaces them
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.fixture
