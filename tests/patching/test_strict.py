@@ -95,13 +95,16 @@ def test_a_patch_without_context_is_refused(workshop, pristine) -> None:
 
 
 def test_users_git_configuration_has_no_say(workshop, pristine, monkeypatch, tmp_path) -> None:
-    """The same patch gives the same bytes whatever the user set."""
-    config = tmp_path / "gitconfig"
-    config.write_text("[core]\nautocrlf = true\n[apply]\nwhitespace = fix\nignorewhitespace = change\n")
-    expected = patched_files({"toy/a.py": pristine["toy/a.py"]}, workshop.patches()[:1])
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    """A user's settings must not make lenient what is strict, nor lead git to another repository."""
+    (tmp_path / ".gitconfig").write_text("[apply]\nignorewhitespace = change\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
-    assert patched_files({"toy/a.py": pristine["toy/a.py"]}, workshop.patches()[:1]) == expected
+    files = {"toy/a.py": pristine["toy/a.py"]}
+    (patch, *_) = workshop.patches()
+    assert patched_files(files, (patch,)) != files
+    drifted = split_patch(patch.name, patch.body.replace(b" def first():", b" def  first():"))
+    with pytest.raises(PatchRefusal, match="does not apply strictly"):
+        patched_files(files, (drifted,))
 
 
 def test_digest_is_of_diffs_and_order(workshop) -> None:
