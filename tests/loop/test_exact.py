@@ -21,11 +21,12 @@ LONG = (
     "trainer.max_prompt_length=44",
     "generator.sampling_params.max_generate_length=14",
     "trainer.algorithm.dynamic_sampling.type=null",
+    "generator.apply_overlong_filtering=false",
 )
 """For `long_prompts`: prompts of up to three pages and answers that go on into a fourth."""
 ENGINE = "generator.inference_engine"
-MINIMUM_SHORT, MINIMUM_LONG = 120, 250
-"""Least tokens that a step has to compare."""
+MINIMUM, MINIMUM_ENDLESS = 100, 800
+"""Least tokens that a step has to compare, of answers that end and of answers that go on to their limit."""
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_trainer_tp2_against_two_engines_colocated(
 ) -> None:
     """fp32, seeded, with a foreign listener on the first engine's port."""
     run = complete(tmp_path / "run", "+exec=isoexec", *SMALL, "topology=trainer_tp2")
-    check(run, steps=2, minimum=MINIMUM_SHORT)
+    check(run, steps=2, minimum=MINIMUM)
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_engine_tp2_against_whole_trainer_apart(tmp_path: Path, complete: Callab
         "run.seeded_requests=false",
         "generator.sampling_params.temperature=0.7",
     )
-    check(run, steps=2, minimum=MINIMUM_SHORT)
+    check(run, steps=2, minimum=MINIMUM)
 
 
 @pytest.mark.slow
@@ -114,14 +115,14 @@ def test_prefills_cut_anywhere(tmp_path: Path, complete: Callable[..., object], 
         f"{ENGINE}.max_num_batched_tokens=7",
         f"{ENGINE}.max_num_seqs=7",
     )
-    check(run, steps=2, minimum=MINIMUM_LONG)
+    check(run, steps=2, minimum=MINIMUM)
     assert run.steps[2]["isoexec/prefix_cache_hits"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_forced_preemption(tmp_path: Path, complete: Callable[..., object], long_prompts: str) -> None:
-    """Engine TP2 on the trainer's devices with pages for little more than two long sequences; fp32, unseeded."""
+    """Engine TP2 on the trainer's devices, pages for two or three of sixteen endless answers; fp32, unseeded."""
     run = complete(
         tmp_path / "run",
         "+exec=isoexec",
@@ -132,9 +133,10 @@ def test_forced_preemption(tmp_path: Path, complete: Callable[..., object], long
         "run.seeded_requests=false",
         f"{ENGINE}.max_num_batched_tokens=64",
         f"{ENGINE}.max_num_seqs=16",
+        "++generator.sampling_params.additional_kwargs.ignore_eos=true",
         f"++{ENGINE}.engine_init_kwargs.num_gpu_blocks_override=12",
     )
-    check(run, steps=2, minimum=MINIMUM_LONG)
+    check(run, steps=2, minimum=MINIMUM_ENDLESS)
     assert run.steps[2]["isoexec/num_preemptions"] > 0
 
 
@@ -146,5 +148,5 @@ def test_native_differs(tmp_path: Path, complete: Callable[..., object]) -> None
     counts = {s: (r["isoexec/mismatched_tokens"], r["isoexec/compared_tokens"]) for s, r in run.steps.items()}
     assert sorted(counts) == [1, 2]
     assert sum(mismatched for mismatched, _ in counts.values()) > 0
-    assert all(compared >= MINIMUM_SHORT for _, compared in counts.values())
+    assert all(compared >= MINIMUM for _, compared in counts.values())
     print(counts)
