@@ -11,13 +11,14 @@ from omegaconf import OmegaConf
 from .config import LaunchConfig
 
 CONFIG = "config.yaml"
+DATA = "data"
 
 
 def claim(folder: Path, *, resume: bool) -> None:
     """Make the folder, or go on in one that has a checkpoint. ValueError where a run's files would be mixed."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir={folder} is a file; name a folder")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and {path.name for path in folder.iterdir()} - {DATA}:  # a refused start leaves only its data
         saved = (folder / "checkpoints" / "latest_ckpt_global_step.txt").exists()
         if not (resume and saved):
             why = "trainer.resume_mode=none" if not resume else "it holds no checkpoint to go on from"
