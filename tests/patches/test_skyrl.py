@@ -1,6 +1,7 @@
 """One test per patch of the SkyRL series; each fails on the pristine wheel."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -143,3 +144,16 @@ def test_dynamic_sampling_keeps_nothing_twice() -> None:
         assert keep and state["num_prompts_in_batch"] == 0
     output, uids, keep, _ = handle_filter_sampling(batch([0.0, 1.0]), ["b", "b"], config, state)
     assert not keep and uids == ["b", "b"] and output["rewards"] == [0.0, 1.0]
+
+
+def test_port_of_a_starting_server_is_not_shared() -> None:
+    from skyrl.backends.skyrl_train.inference_servers.common import find_and_reserve_port
+
+    with socket.socket() as starting:  # as vLLM's server has it until its engine is ready
+        starting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        starting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        starting.bind(("0.0.0.0", 0))
+        taken = starting.getsockname()[1]
+        port, reservation = find_and_reserve_port(taken)
+        reservation.close()
+    assert port != taken
