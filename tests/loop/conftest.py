@@ -67,7 +67,7 @@ class Run:
         while not seen():
             assert self.process.poll() is None, f"the run ended early: {self.tail()}"
             assert time.monotonic() < deadline, f"not seen in {timeout} s: {self.tail()}"
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def named(self, *words: str) -> list[psutil.Process]:
         """Processes of this run with one of the words in their title."""

@@ -51,9 +51,9 @@ def test_killed_and_resumed_equals_uninterrupted(
     folder = tmp_path / "resumed"
     with start(folder, *RUN, "trainer.max_training_steps=60") as run:
         latest = folder / "checkpoints" / "latest_ckpt_global_step.txt"
-        run.until(lambda: latest.exists() and latest.read_text() == "3")
+        run.until(lambda: bool(run.named("PolicyWorker")))
         workers = run.named("PolicyWorker")
-        assert workers, run.tail()
+        run.until(lambda: latest.exists() and latest.read_text() == "3")
         workers[0].kill()
         before = time.monotonic()
         status = run.wait(60)
