@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: setup lint test demo test-gpu bench clean
+.PHONY: setup lint test demo clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -10,6 +10,7 @@ setup:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m skyrl_isoexec patches lint
 
 test: setup
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
@@ -17,12 +18,6 @@ test: setup
 demo: setup
 	$(BIN)/python -m skyrl.train +exec=isoexec $(ARGS)
 
-test-gpu: setup
-	$(BIN)/python -m pytest -m gpu $(ARGS)
-
-bench: setup
-	$(BIN)/python -m skyrl_isoexec bench $(ARGS)
-
 clean:
-	rm -rf build runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf build .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find skyrl_isoexec tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
