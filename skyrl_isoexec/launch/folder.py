@@ -26,7 +26,10 @@ def claim(folder: Path, *, resume: bool) -> None:
                 f"run_dir={folder} is not empty and {why}; name another folder, or go on in it with "
                 "trainer.resume_mode=latest after a checkpoint was saved"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run_dir={folder} cannot be made ({error.strerror}); name another folder") from error
 
 
 def write_config(launch: LaunchConfig, cfg: Any) -> None:

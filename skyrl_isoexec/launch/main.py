@@ -49,12 +49,14 @@ def _check(launch: LaunchConfig, cfg: Any) -> Path:
     from .folder import claim
     from .task import prepare
 
+    preflight.device(launch.runtime.device)
+    preflight.updates(cfg)
     claim(launch.run_dir, resume=cfg.trainer.resume_mode != "none")
     checkpoint = prepare(launch, cfg)
     model = preflight.checkpoint(checkpoint, dtype=launch.model.dtype)
     preflight.vocabulary(checkpoint, model)
     preflight.lengths(cfg, model)
-    preflight.updates(cfg)
+    preflight.data(cfg)
     for name in ("port", "prometheus_port"):
         router = "generator.inference_engine.router_init_kwargs"
         preflight.port(cfg.generator.inference_engine.router_init_kwargs.get(name), f"{router}.{name}")
@@ -92,7 +94,6 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
 
 
 def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
-    import torch
     from skyrl.train.utils import validate_cfg
 
     from .cluster import Cluster, environment
@@ -108,8 +109,6 @@ def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
     write_config(launch, cfg)
     print(f"run folder {launch.run_dir}", flush=True)
     cuda = launch.runtime.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError("runtime.device=cuda, but torch sees no CUDA device; set runtime.device=cpu")
     env = environment(log_file=logs / "workers.log", cuda=cuda, threads=launch.runtime.threads)
     with Cluster(cfg, env, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
         experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests)

@@ -98,7 +98,12 @@ def lengths(cfg: Any, config: DecoderConfig) -> None:
 
 def updates(cfg: Any) -> None:
     """Refuse a warm-up that is longer than the run, which Megatron's scheduler asserts against without a word."""
+    for name in ("train_batch_size", "policy_mini_batch_size", "update_epochs_per_batch"):
+        if getattr(cfg.trainer, name) <= 0:
+            raise Refusal(f"trainer.{name}={getattr(cfg.trainer, name)} is not positive; set it to 1 or more")
     steps = cfg.trainer.max_training_steps
+    if steps is not None and steps <= 0:
+        raise Refusal(f"trainer.max_training_steps={steps} is not positive; set it to 1 or more")
     if steps is None:
         return
     per_step = cfg.trainer.train_batch_size // cfg.trainer.policy_mini_batch_size * cfg.trainer.update_epochs_per_batch
@@ -108,6 +113,24 @@ def updates(cfg: Any) -> None:
             f"trainer.policy.optimizer_config.num_warmup_steps={warmup} is not below the run's {steps * per_step} "
             "optimizer steps (trainer.max_training_steps, train_batch_size / policy_mini_batch_size); lower it"
         )
+
+
+def data(cfg: Any) -> None:
+    """Refuse training data that is missing; what is not named like a file may be the name of a public data set."""
+    if not cfg.data.train_data:
+        raise Refusal("data.train_data=[] names no data; give a list of files")
+    for name in cfg.data.train_data:
+        is_file = Path(name).is_absolute() or Path(name).suffix in (".json", ".jsonl", ".parquet", ".csv")
+        if is_file and not Path(name).exists():
+            raise Refusal(f"data.train_data names {name}, which does not exist; give a file that does")
+
+
+def device(name: str) -> None:
+    """Refuse a device that this machine does not have."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Refusal("runtime.device=cuda, but torch sees no CUDA device; set runtime.device=cpu")
 
 
 def sampling(cfg: Any) -> None:
