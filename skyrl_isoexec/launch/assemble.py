@@ -14,6 +14,8 @@ from ..schedule.schedule import Schedule
 from .config import LaunchConfig
 
 EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
+OURS = ("dtype", "hf_overrides", "additional_config", "worker_extension_cls", "logprobs_mode", "weight_transfer_config")
+"""Engine arguments that decide what is computed or compared; a user's other value is refused."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -58,7 +60,14 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
     for role in (cfg.trainer.policy, cfg.trainer.ref):
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
-    engine.engine_init_kwargs = {**engine_arguments(launch, model), **engine.engine_init_kwargs}
+    arguments = engine_arguments(launch, model)
+    for name in OURS:
+        if name in arguments and engine.engine_init_kwargs.get(name, arguments[name]) != arguments[name]:
+            raise ValueError(
+                f"generator.inference_engine.engine_init_kwargs.{name}={engine.engine_init_kwargs[name]!r} is not "
+                f"{arguments[name]!r}, which this run needs; leave it out"
+            )
+    engine.engine_init_kwargs = {**arguments, **engine.engine_init_kwargs}
     folder = launch.run_dir
     cfg.trainer.ckpt_path, cfg.trainer.export_path = str(folder / "checkpoints"), str(folder / "export")
     cfg.trainer.log_path = str(folder / "logs")
