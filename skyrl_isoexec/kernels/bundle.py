@@ -56,8 +56,12 @@ class Kernels:
     """row_max(logits_TV) -> T: a rank's part of the maximum."""
     leaf_sums: Callable
     """leaf_sums(logits_TV, row_max_T, local_leaves) -> [leaves, T]: a rank's part of the sum."""
+    total: Callable
+    """total(sums_LT) -> T: the balanced tree over the leaves of all ranks."""
     finish: Callable
     """finish(logits, row_max_T, total_T) -> log-probabilities from the parts of all ranks."""
+    grad_logits: Callable
+    """grad_logits(grad_T, logits_TV, ids_T, row_max_T, total_T, first_id=0) -> TV: a rank's part of the gradient."""
 
 
 def load_kernels(impl: str, schedule: Schedule) -> Kernels:
@@ -90,5 +94,7 @@ def load_kernels(impl: str, schedule: Schedule) -> Kernels:
         token_logprobs=partial(logprob.token_logprobs, num_leaves=schedule.num_leaves),
         row_max=logprob.row_max,
         leaf_sums=logprob.leaf_sums,
+        total=logprob.total,
         finish=logprob.finish,
+        grad_logits=logprob.grad_logits,
     )

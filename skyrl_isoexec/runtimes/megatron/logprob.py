@@ -19,27 +19,26 @@ TokenLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward: the fixed order of the logprob kernel. Backward: onehot - softmax on this rank's part, no collective."""
+    """The logprob kernel's own parts; only maxima, leaf sums and the chosen logits travel, and nothing in backward."""
 
     @staticmethod
     def forward(ctx, logits_TV, ids_T, kernels: Kernels, axis: Axis, local_leaves: int):
         max_T = axis.max(kernels.row_max(logits_TV))
         sums = axis.stack_gather(kernels.leaf_sums(logits_TV, max_T, local_leaves))  # [size, L, T]
-        total_T = kernels.tree_sum(sums.reshape(-1, 1, logits_TV.shape[0])).reshape(-1)
+        total_T = kernels.total(sums.flatten(0, 1))
         size = logits_TV.shape[1]
         owner_T = torch.div(ids_T, size, rounding_mode="floor")
-        mine_T = owner_T == axis.rank
-        local_T = torch.where(mine_T, ids_T - axis.rank * size, 0)
+        local_T = torch.where(owner_T == axis.rank, ids_T - axis.rank * size, 0)
         own = logits_TV.gather(1, local_T[:, None])[:, 0]
         chosen_T = axis.stack_gather(own)[owner_T, torch.arange(own.shape[0], device=own.device)]
-        ctx.save_for_backward(logits_TV, max_T, total_T, local_T, mine_T)
+        ctx.save_for_backward(logits_TV, ids_T, max_T, total_T)
+        ctx.kernels, ctx.first_id = kernels, axis.rank * size
         return kernels.finish(chosen_T, max_T, total_T)
 
     @staticmethod
     def backward(ctx, grad_T):
-        logits_TV, max_T, total_T, local_T, mine_T = ctx.saved_tensors
-        grad_TV = (logits_TV - max_T[:, None]).exp_().div_(total_T[:, None]).mul_(-grad_T[:, None])
-        grad_TV.scatter_add_(1, local_T[:, None], torch.where(mine_T, grad_T, 0.0)[:, None])
+        logits_TV, ids_T, max_T, total_T = ctx.saved_tensors
+        grad_TV = ctx.kernels.grad_logits(grad_T, logits_TV, ids_T, max_T, total_T, first_id=ctx.first_id)
         return grad_TV, None, None, None, None
 
 
