@@ -10,7 +10,6 @@ from typing import Any
 
 from ..model.config import DecoderConfig
 from ..runtimes.vllm.settings import TRANSFER_BACKEND, EngineSettings
-from ..schedule.schedule import Schedule
 from .config import LaunchConfig
 
 EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
@@ -19,18 +18,17 @@ OURS = ("dtype", "hf_overrides", "additional_config", "worker_extension_cls", "l
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def schedule(launch: LaunchConfig) -> Schedule:
-    """The order of arithmetic that both sides are given."""
-    degrees = (launch.topology.trainer.tp, launch.topology.engine.tp)
-    leaves = launch.kernels.num_leaves or max(degrees)
-    return Schedule(num_leaves=leaves, kv_block=launch.kernels.kv_block, kv_partition=launch.kernels.kv_partition)
-
-
 def num_pages(launch: LaunchConfig, model: DecoderConfig) -> int:
     """Pages of the engine's KV cache that fit into runtime.kv_cache_mib; ValueError if that is not one sequence."""
     heads = model.num_kv_heads // launch.topology.engine.tp
     page = 2 * heads * model.head_dim * launch.runtime.page_size * ITEM_BYTES[model.dtype] * model.num_layers
-    return launch.runtime.kv_cache_mib * 2**20 // page
+    pages, size = launch.runtime.kv_cache_mib * 2**20 // page, launch.runtime.page_size
+    if pages * size < model.max_position:
+        raise ValueError(
+            f"runtime.kv_cache_mib={launch.runtime.kv_cache_mib} holds {pages} pages of {size} tokens, less than one "
+            f"sequence of {model.max_position}; raise it"
+        )
+    return pages
 
 
 def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, An
         "max_model_len": model.max_position,
     }
     if launch.exec.name == "isoexec":
-        settings = EngineSettings(family=model.family, kernels=launch.kernels.impl, schedule=schedule(launch))
+        settings = EngineSettings(family=model.family, kernels=launch.kernels.impl, schedule=launch.schedule)
         arguments.update(settings.engine_arguments(dtype=model.dtype), worker_extension_cls=EXTENSION)
         arguments["block_size"] = launch.runtime.page_size
     if launch.runtime.device == "cpu":
@@ -52,11 +50,17 @@ def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, An
 
 
 def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderConfig) -> None:
-    """Complete SkyRL's configuration in place for this checkpoint; a user's own engine arguments win."""
-    cfg.trainer.policy.model.path = cfg.trainer.ref.model.path = str(checkpoint)
+    """Complete SkyRL's configuration in place for this checkpoint.
+
+    A user's own engine arguments win, but for those in OURS: ValueError.
+    """
+    policy, ref = cfg.trainer.policy.model, cfg.trainer.ref.model
+    if ref.path in (None, policy.path):
+        ref.path = str(checkpoint)
+    policy.path = str(checkpoint)
     told: dict[str, Any] = {"exec": launch.exec.name}
     if launch.exec.name == "isoexec":
-        told.update(kernels=launch.kernels.impl, schedule=schedule(launch).to_dict())
+        told.update(kernels=launch.kernels.impl, schedule=launch.schedule.to_dict())
     for role in (cfg.trainer.policy, cfg.trainer.ref):
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
@@ -68,6 +72,3 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
                 f"{arguments[name]!r}, which this run needs; leave it out"
             )
     engine.engine_init_kwargs = {**arguments, **engine.engine_init_kwargs}
-    folder = launch.run_dir
-    cfg.trainer.ckpt_path, cfg.trainer.export_path = str(folder / "checkpoints"), str(folder / "export")
-    cfg.trainer.log_path = str(folder / "logs")

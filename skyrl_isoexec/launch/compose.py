@@ -51,6 +51,9 @@ def compose(arguments: Sequence[str], *, now: float | None = None) -> "tuple[Lau
     layout.resolve(tree, overrides.values)
     name_run(tree, now)
     links.spread(tree)
+    if tree["exec"]["name"] != overrides.groups["exec"]:
+        chosen, name = overrides.groups["exec"], tree["exec"]["name"]
+        raise ConfigError(f"exec.name={name} contradicts exec={chosen}; choose the stack with exec={name}")
     launch = build(LaunchConfig, {**ours(tree), "run_dir": Path(tree["run_dir"]).expanduser().absolute()})
     links.fill(tree, implied(launch))
     check(root, tree, "", root)

@@ -106,9 +106,9 @@ class Experiment(BasePPOExp):
         data = self._dataset(self.cfg.data.train_data)
         _refuse_dropped(data, self.cfg.data.train_data, self.cfg.trainer.max_prompt_length)
         if len(data) < self.cfg.trainer.train_batch_size:
-            raise ValueError(
+            raise Refusal(
                 f"data.train_data has {len(data)} prompts, fewer than trainer.train_batch_size = "
-                f"{self.cfg.trainer.train_batch_size}"
+                f"{self.cfg.trainer.train_batch_size}; lower it, or give more data"
             )
         return data
 

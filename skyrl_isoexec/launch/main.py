@@ -24,9 +24,10 @@ RESUME = "trainer.resume_mode=latest, in a run that saves with trainer.ckpt_inte
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (the run failed), 2 (refused before anything started) or 130."""
     argv = sys.argv[1:] if argv is None else argv
-    if not any(argument.lstrip("+").startswith("exec=") for argument in argv):
+    helps = bool({"-h", "--help"} & set(argv))
+    if helps or not any(argument.lstrip("+").startswith("exec=") for argument in argv):
         print(USAGE, file=sys.stderr, end="")
-        raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
+        raise SystemExit(0 if helps else 2)
     raise SystemExit(_main(argv))
 
 
@@ -45,25 +46,29 @@ def _main(argv: list[str]) -> int:
 def _check(launch: LaunchConfig, cfg: Any) -> Path:
     """Prepare the task's files and checkpoint, and refuse what cannot work; nothing is running yet."""
     from . import preflight
-    from .assemble import assemble, schedule
+    from .assemble import assemble
     from .folder import claim
     from .task import prepare
 
     preflight.device(launch.runtime.device)
     preflight.updates(cfg)
-    claim(launch.run_dir, resume=cfg.trainer.resume_mode != "none")
+    preflight.resume(cfg)
+    for name in ("port", "prometheus_port"):
+        router = "generator.inference_engine.router_init_kwargs"
+        preflight.port(cfg.generator.inference_engine.router_init_kwargs.get(name), f"{router}.{name}")
+    if launch.exec.name == "isoexec":
+        preflight.sampling(cfg)
+        preflight.pages(launch)
+    preflight.hosts(cfg)
+    claim(launch.run_dir, checkpoints=None if cfg.trainer.resume_mode == "none" else Path(cfg.trainer.ckpt_path))
     checkpoint = prepare(launch, cfg)
     model = preflight.checkpoint(checkpoint, dtype=launch.model.dtype)
     preflight.vocabulary(checkpoint, model)
     preflight.lengths(cfg, model)
     preflight.data(cfg)
-    for name in ("port", "prometheus_port"):
-        router = "generator.inference_engine.router_init_kwargs"
-        preflight.port(cfg.generator.inference_engine.router_init_kwargs.get(name), f"{router}.{name}")
     if launch.exec.name == "isoexec":
         degrees = {"topology.trainer.tp": launch.topology.trainer.tp, "topology.engine.tp": launch.topology.engine.tp}
-        preflight.layouts(model, num_leaves=schedule(launch).num_leaves, degrees=degrees)
-        preflight.sampling(cfg)
+        preflight.layouts(model, num_leaves=launch.schedule.num_leaves, degrees=degrees)
     assemble(launch, cfg, checkpoint, model)
     return checkpoint
 
@@ -94,8 +99,6 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
 
 
 def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
-    from skyrl.train.utils import validate_cfg
-
     from .cluster import Cluster, environment
     from .experiment import Experiment
     from .folder import write_config
@@ -105,7 +108,6 @@ def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     log_to(launch.run_dir)
     register()
-    validate_cfg(cfg)
     write_config(launch, cfg)
     print(f"run folder {launch.run_dir}", flush=True)
     cuda = launch.runtime.device == "cuda"

@@ -11,10 +11,12 @@ from typing import Any
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from ..kernels.attention.spec import kv_cache_shape
 from ..model.checkpoint import INDEX, SINGLE, read_config
 from ..model.config import DecoderConfig, check_partition
 from ..model.families import from_hf, lookup
 from ..model.weights import HEAD_NAME, layout
+from .config import LaunchConfig
 
 
 class Refusal(ValueError):
@@ -113,6 +115,38 @@ def updates(cfg: Any) -> None:
             f"trainer.policy.optimizer_config.num_warmup_steps={warmup} is not below the run's {steps * per_step} "
             "optimizer steps (trainer.max_training_steps, train_batch_size / policy_mini_batch_size); lower it"
         )
+
+
+def resume(cfg: Any) -> None:
+    """Refuse a way of resuming that SkyRL does not know, or a checkpoint that is not there."""
+    from skyrl.train.utils.trainer_utils import ResumeMode
+
+    mode, path = cfg.trainer.resume_mode, cfg.trainer.resume_path
+    known = [member.value for member in ResumeMode]
+    if mode not in known:
+        raise Refusal(f"trainer.resume_mode={mode} is unknown; choose one of {', '.join(known)}")
+    if mode == ResumeMode.FROM_PATH.value and (path is None or not Path(path).is_dir()):
+        raise Refusal(f"trainer.resume_path={path} is not a folder; name the checkpoint's, or set resume_mode=latest")
+
+
+def hosts(cfg: Any) -> None:
+    """Refuse what SkyRL's own validation refuses; it may also complete the configuration, in place."""
+    from loguru import logger
+    from skyrl.train.utils import validate_cfg
+
+    logger.remove()  # its remarks would come between the user and the refusal; the run's log is set up later
+    try:
+        validate_cfg(cfg)
+    except (AssertionError, ValueError, NotImplementedError, ZeroDivisionError) as error:
+        raise Refusal(f"SkyRL refuses the configuration: {error or 'it does not say why'}") from error
+
+
+def pages(launch: LaunchConfig) -> None:
+    """Refuse page and block sizes that the attention kernel does not take."""
+    try:
+        kv_cache_shape(1, launch.runtime.page_size, 1, 1, schedule=launch.schedule)
+    except ValueError as error:
+        raise Refusal(f"runtime.page_size, kernels.kv_block: {error}; choose a multiple") from error
 
 
 def data(cfg: Any) -> None:

@@ -14,7 +14,8 @@ def own_names(source: str) -> list[str]:
 
 
 def test_detector_detects() -> None:
-    assert own_names("import os\nx = os.environ['ISO" + "_SEED'], os.getenv('SKYRL_ISO" + "EXEC_MODE')")
+    names = ["_".join(("ISO", "SEED")), "_".join(("SKYRL_ISOEXEC", "MODE"))]
+    assert own_names(f"import os\nx = os.environ[{names[0]!r}], os.getenv({names[1]!r})") == names
 
 
 def test_no_variables_of_our_own(own_text: dict[Path, str]) -> None:

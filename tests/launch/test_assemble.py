@@ -1,5 +1,6 @@
 """What one choice means in the hosts' own settings, and that a user's setting cannot undo it unseen."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,17 @@ def test_engine_arguments_that_decide_bits_are_refused(tmp_path: Path, override:
     launch, cfg = compose(["+exec=isoexec", f"{ENGINE}.{override}", f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(ValueError, match=f"engine_init_kwargs.{override.split('=')[0]}"):
         assemble(launch, cfg, tmp_path, MODEL)
+
+
+def test_a_users_folder_for_checkpoints_is_kept(tmp_path: Path) -> None:
+    launch, cfg = compose(["+exec=isoexec", f"trainer.ckpt_path={tmp_path / 'mine'}", f"run_dir={tmp_path / 'run'}"])
+    assemble(launch, cfg, tmp_path, MODEL)
+    assert cfg.trainer.ckpt_path == str(tmp_path / "mine")
+    assert cfg.trainer.export_path == str(tmp_path / "run" / "export")
+
+
+def test_a_cache_below_one_sequence_is_refused(tmp_path: Path) -> None:
+    launch, cfg = compose(["+exec=isoexec", "runtime.kv_cache_mib=1", f"run_dir={tmp_path / 'run'}"])
+    long = dataclasses.replace(MODEL, max_position=2**16)
+    with pytest.raises(ValueError, match="runtime.kv_cache_mib=1"):
+        assemble(launch, cfg, tmp_path, long)
