@@ -29,6 +29,11 @@ class _Twice(dict):
 def canonical(data: Any) -> bytes:
     """The one spelling of dicts, lists, text, integers, true, false and None; ContractError names what is neither."""
     _refuse(data)
+    return spell(data)
+
+
+def spell(data: Any) -> bytes:
+    """`canonical` for data that the schema has looked at: it holds nothing that has to be refused."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")
 
@@ -50,9 +55,9 @@ def parse(raw: bytes | str) -> Any:
 
 
 def spelled(raw: bytes | str, data: Any) -> None:
-    """ContractError, which names the place, unless `raw` is the canonical spelling of `data`."""
+    """ContractError, which names the place, unless `raw` is what `spell` makes of `data`."""
     found = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
-    needed = canonical(data)
+    needed = spell(data)
     if found == needed:
         return
     at = next((i for i, (a, b) in enumerate(zip(found, needed, strict=False)) if a != b), min(len(found), len(needed)))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from skyrl_isoexec.contract.canonical import canonical, parse, spelled
+from skyrl_isoexec.contract.canonical import parse, spell, spelled
 from skyrl_isoexec.contract.errors import ContractError, Violation, dotted, shown
 from skyrl_isoexec.contract.schema import Contract
 
@@ -17,18 +17,20 @@ _UNREAD = object()
 
 
 def plain(value: Any) -> Any:
-    """Dicts, lists and scalars of a contract or a part of one."""
+    """Dicts, lists and scalars of a contract, of a part of one, or of a tuple or mapping of parts."""
+    if value is None or type(value) in (str, int, bool):
+        return value
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+    return [plain(item) for item in value]
 
 
 def encode(contract: Contract) -> bytes:
     """Canonical JSON; ContractError for a contract without identities."""
     _sealed(contract)
-    return canonical(plain(contract))
+    return spell(plain(contract))
 
 
 def digest(contract: Contract) -> str:

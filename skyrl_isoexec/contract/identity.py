@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from skyrl_isoexec.contract.canonical import canonical
+from skyrl_isoexec.contract.canonical import spell
 from skyrl_isoexec.contract.codec import plain
 from skyrl_isoexec.contract.schema import Contract, Identities
 
@@ -43,4 +43,4 @@ def moves(field: str) -> tuple[str, ...]:
 
 
 def _digest(contract: Contract, fields: tuple[str, ...]) -> str:
-    return hashlib.sha256(canonical({name: plain(getattr(contract, name)) for name in fields})).hexdigest()
+    return hashlib.sha256(spell({name: plain(getattr(contract, name)) for name in fields})).hexdigest()
