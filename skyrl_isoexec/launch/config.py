@@ -66,6 +66,8 @@ class ShapeConfig:
             f"model.shape.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
         _require(self.head_dim % 2 == 0, f"model.shape.head_dim {self.head_dim} is odd")
+        for name in ("rope_theta", "rms_norm_eps"):
+            _require(getattr(self, name) > 0, f"model.shape.{name} {getattr(self, name)} is not positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,8 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         _require(self.steps > 0 and self.batch_size > 0, "task.base.steps and task.base.batch_size have to be positive")
         _require(self.lr > 0, f"task.base.lr {self.lr} is not positive")
+        _require(self.warmup_steps >= 0, f"task.base.warmup_steps {self.warmup_steps} is negative")
+        _require(0 <= self.seed < 2**31, f"task.base.seed {self.seed} is not in [0, 2**31)")
         _require(0 <= self.label_smoothing < 1, f"task.base.label_smoothing {self.label_smoothing} is not in [0, 1)")
 
 
@@ -221,6 +225,14 @@ class RunConfig:
     """Name of the run and of its folder under `runs/`; null makes one from the task, the stack and the time."""
     seeded_requests: bool
     """Whether every rollout samples with a seed of its own, so that the same run gives the same rollouts."""
+
+    def __post_init__(self) -> None:
+        is_plain = self.name is None or (self.name.isprintable() and not {"/", "\\"} & set(self.name))
+        _require(
+            is_plain and self.name not in (".", ".."),
+            f"run.name {self.name!r} is not one name of a folder; give one without a separator, and "
+            "run_dir=FOLDER to say where the run's folder is",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

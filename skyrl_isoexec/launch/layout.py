@@ -45,6 +45,9 @@ def resolve(tree: Tree, given: Mapping[str, Any]) -> None:
     trainer, engine = topology["trainer"], topology["engine"]
     replica = trainer["tp"] * trainer["pp"]
     nodes = get(tree, NODES, 1)
+    for key, value in ((NODES, nodes), (GPUS, given.get(GPUS, 1))):
+        if value < 1:
+            raise ConfigError(f"{key}={value} is not positive; set it to 1 or more")
     if GPUS in given:
         devices = given[GPUS] * nodes
         if devices % replica:

@@ -17,6 +17,7 @@ Tree = dict[str, Any]
 
 MEGATRON = ("trainer.policy.megatron_config", "trainer.ref.megatron_config")
 ENGINE = "generator.inference_engine"
+ARGUMENTS = f"{ENGINE}.engine_init_kwargs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ LINKS = (
     ),
     Link(ours="model.dtype", theirs="trainer.policy.megatron_config.optimizer_config_kwargs.params_dtype"),
     Link(ours="model.dtype", theirs=f"{ENGINE}.model_dtype"),
-    Link(ours="runtime.page_size", theirs=f"{ENGINE}.engine_init_kwargs.block_size"),
+    Link(ours="runtime.page_size", theirs=f"{ARGUMENTS}.block_size"),
     Link(ours="run.name", theirs="trainer.run_name"),
 )
 
@@ -69,8 +70,46 @@ FIXED: dict[str, Any] = {
     f"{ENGINE}.data_parallel_size": 1,
     f"{ENGINE}.expert_parallel_size": 1,
     f"{ENGINE}.run_engines_locally": True,
+    f"{ENGINE}.external_proxy_url": None,
+    f"{ENGINE}.external_server_urls": None,
+    f"{ENGINE}.enable_pd": False,
+    f"{ENGINE}.distributed_executor_backend": "mp",
+    f"{ENGINE}.speculative_config": None,
+    f"{ENGINE}.enable_chunked_prefill": True,
+    "generator.batched": False,
+    "generator.step_wise_trajectories": False,
+    "generator.vision_language_generator": False,
+    "trainer.flash_attn": False,
+    "trainer.fully_async.enabled": False,
+    "trainer.fused_lm_head_logprob": False,
+    "trainer.mtp.enabled": False,
+    "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
 }
 """Settings of SkyRL's that have one value here: a layout or a feature that nothing has proven is refused."""
+
+NAMED: dict[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "tensor_parallel_size": "topology.engine.tp",
+    "seed": "trainer.seed",
+    **{
+        name: f"{ENGINE}.{name}"
+        for name in (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "gpu_memory_utilization",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "served_model_name",
+            "speculative_config",
+            "distributed_executor_backend",
+        )
+    },
+}
+"""Arguments of vLLM's that have a key of their own: given as a bare argument, they would pass by every check of it."""
 
 
 def get(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -116,6 +155,9 @@ def adopt(tree: Tree, given: Mapping[str, Any]) -> None:
     for key, value in FIXED.items():
         if get(tree, key, value) != value:
             raise ConfigError(f"{key}={get(tree, key)} is not supported here: it has to be {value}")
+    for name, key in NAMED.items():
+        if (argument := f"{ARGUMENTS}.{name}") in given:
+            raise ConfigError(f"{argument}={given[argument]}: this setting has a key of its own, set {key} instead")
 
 
 def spread(tree: Tree) -> None:

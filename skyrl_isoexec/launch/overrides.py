@@ -1,5 +1,6 @@
 """The command line, read with Hydra's own grammar: which files of configs/ are chosen and which values are set."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,10 @@ def parse(arguments: Sequence[str], groups: dict[str, list[str]]) -> Overrides:
         if key in groups and not isinstance(value, dict):
             chosen[key] = _option(key, value, groups[key])
             continue
-        values |= flatten(key, value)
+        given = flatten(key, value)
+        for name, inner in given.items():
+            sound(name, inner)
+        values |= given
         assignments.append(f"++{argument.lstrip('+')}")
     return Overrides(groups=chosen, values=values, assignments=tuple(assignments))
 
@@ -54,6 +58,8 @@ def read(argument: str) -> Override:
     """One argument, parsed. ConfigError for flags, deletions, sweeps and bad syntax."""
     if argument.startswith("-"):
         raise ConfigError(f"{argument}: not KEY=VALUE; there are no flags here")
+    if argument.lstrip("+").startswith("="):
+        raise ConfigError(f"{argument}: no key before '='; give KEY=VALUE")
     if argument.startswith("~"):
         raise ConfigError(f"{argument}: keys cannot be deleted; set {argument[1:].split('=')[0]}=VALUE")
     try:
@@ -66,6 +72,15 @@ def read(argument: str) -> Override:
     if override.package is not None:
         raise ConfigError(f"{argument}: packages (@) cannot be chosen; give GROUP=OPTION or KEY=VALUE")
     return override
+
+
+def sound(key: str, value: Any) -> None:
+    """Refuse values of the right type that no setting has: empty text, infinity and what is not a number."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and not item.strip():
+            raise ConfigError(f"{key} is given an empty text; give a value, or leave {key} out")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ConfigError(f"{key}={item} is not a finite number; give one, or leave {key} out")
 
 
 def flatten(key: str, value: Any) -> dict[str, Any]:
