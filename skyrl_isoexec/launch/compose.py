@@ -7,6 +7,7 @@ the last thing that happens.
 """
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,21 @@ from skyrl_isoexec.launch import layout, links
 from skyrl_isoexec.launch.config import LaunchConfig
 from skyrl_isoexec.launch.overrides import Overrides, groups_of, parse
 from skyrl_isoexec.launch.schema import ConfigError, annotation_of, build, check, hints
-from skyrl_isoexec.launch.task import HELD_OUT_FILE, TRAIN_FILE, base_folder
+from skyrl_isoexec.launch.task import DATA, HELD_OUT_FILE, TRAIN_FILE, base_folder
 
 if TYPE_CHECKING:
     from skyrl.train.config import SkyRLTrainConfig
 
+READ = ("data.train_data", "data.val_data")
+WRITTEN = (
+    "run_dir",
+    "task.cache_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.log_path",
+    "trainer.resume_path",
+)
+"""Keys of what is read, and of folders that are written or resumed from."""
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Folder of the configuration's files."""
 
@@ -54,8 +65,8 @@ def compose(arguments: Sequence[str], *, now: float | None = None) -> "tuple[Lau
     if tree["exec"]["name"] != overrides.groups["exec"]:
         chosen, name = overrides.groups["exec"], tree["exec"]["name"]
         raise ConfigError(f"exec.name={name} contradicts exec={chosen}; choose the stack with exec={name}")
-    launch = build(LaunchConfig, {**ours(tree), "run_dir": Path(tree["run_dir"]).expanduser().absolute()})
-    links.fill(tree, implied(launch))
+    launch = build(LaunchConfig, {**ours(tree), "run_dir": Path(tree["run_dir"])})
+    links.fill(tree, {**embedded_data(tree, launch.run_dir), **implied(launch)})
     check(root, tree, "", root)
     return launch, skyrl_config(tree)
 
@@ -92,27 +103,44 @@ def merge(overrides: Overrides) -> dict[str, Any]:
 
 
 def anchor(tree: dict[str, Any]) -> None:
-    """Make paths that exist here absolute, because Ray's workers run in a folder of their own."""
+    """Make paths absolute, because Ray's workers run in a folder of their own.
 
-    def absolute(name: str) -> str:
-        return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
+    What is read may be the name of something that is not on this disk, and stays as it is unless it exists here.
+    """
+
+    def absolute(key: str, name: str) -> str:
+        path = expanded(key, name)
+        return str(path.absolute()) if os.path.exists(path) else name
 
     if tree["model"]["path"] is not None:
-        tree["model"]["path"] = absolute(tree["model"]["path"])
-    for key in ("data.train_data", "data.val_data"):
+        tree["model"]["path"] = absolute("model.path", tree["model"]["path"])
+    for key in READ:
         files = links.get(tree, key)
         if files is not None:
-            links.put(tree, key, [absolute(file) for file in files])
+            links.put(tree, key, [absolute(key, file) for file in files])
+    for key in WRITTEN:
+        folder = links.get(tree, key)
+        if folder is not None and "://" not in folder:
+            links.put(tree, key, str(expanded(key, folder).absolute()))
+
+
+def expanded(key: str, name: str) -> Path:
+    """A path with the user's home folder in it. ConfigError for the home of a user that does not exist."""
+    path = os.path.expanduser(name)
+    if path.startswith("~"):
+        raise ConfigError(f"{key}={name}: there is no such home folder; write the path out")
+    return Path(path)
 
 
 def name_run(tree: dict[str, Any], now: float | None) -> None:
-    """Give the run a name and a folder where the command line gave none."""
+    """Give the run a name and a folder where the command line gave none. The folder is absolute afterwards."""
+    folder = tree["run_dir"]
     if tree["run"]["name"] is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-        folder = tree["run_dir"]
-        tree["run"]["name"] = Path(folder).name if folder else f"{tree['task']['name']}-{tree['exec']['name']}-{stamp}"
-    if tree["run_dir"] is None:
-        tree["run_dir"] = str(Path("runs") / tree["run"]["name"])
+        named = Path(os.path.abspath(folder)).name if folder is not None else ""
+        tree["run"]["name"] = named or f"{tree['task']['name']}-{tree['exec']['name']}-{stamp}"
+    if folder is None:
+        tree["run_dir"] = str((Path("runs") / tree["run"]["name"]).absolute())
 
 
 def ours(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,8 +152,6 @@ def implied(launch: LaunchConfig) -> dict[str, Any]:
     """Values of SkyRL's that follow from ours and that a user may still have set otherwise."""
     ranks = launch.topology.trainer.tp * launch.topology.trainer.pp * (launch.topology.trainer.dp or 1)
     values: dict[str, Any] = {
-        "data.train_data": [str(launch.run_dir / "data" / TRAIN_FILE)],
-        "data.val_data": [str(launch.run_dir / "data" / HELD_OUT_FILE)],
         "trainer.ckpt_path": str(launch.run_dir / "checkpoints"),
         "trainer.export_path": str(launch.run_dir / "export"),
         "trainer.log_path": str(launch.run_dir / "logs"),
@@ -134,6 +160,14 @@ def implied(launch: LaunchConfig) -> dict[str, Any]:
     if launch.model.path is None:
         values["trainer.policy.model.path"] = str(base_folder(launch))
     return values
+
+
+def embedded_data(tree: Mapping[str, Any], run_dir: Path) -> dict[str, list[str]]:
+    """The embedded task's files, which the launcher writes; none of them where a user trains on other data."""
+    if links.get(tree, "data.train_data") is not None:
+        return {"data.val_data": []}
+    train, held_out = (str(run_dir / DATA / name) for name in (TRAIN_FILE, HELD_OUT_FILE))
+    return {"data.train_data": [train], "data.val_data": [held_out]}
 
 
 def skyrl_config(tree: Mapping[str, Any]) -> "SkyRLTrainConfig":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,32 @@ from .compose import resolved
 from .config import LaunchConfig
 
 CONFIG = "config.yaml"
-DATA = "data"
 
 
-def claim(folder: Path, *, checkpoints: Path | None) -> None:
-    """Make the folder, or go on in one whose run saved into `checkpoints` (None: a run of its own).
+def vacant(folder: Path, *, checkpoints: Path | None) -> None:
+    """Refuse a folder in which two runs' files would be mixed: ValueError. Nothing is made.
 
-    ValueError where a run's files would be mixed.
+    A run may go on in a folder whose run saved into `checkpoints` (None: a run of its own).
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"run_dir={folder} is a file; name a folder")
-    if folder.exists() and {path.name for path in folder.iterdir()} - {DATA}:  # a refused start leaves only its data
-        if checkpoints is None or not (checkpoints / "latest_ckpt_global_step.txt").exists():
-            why = "trainer.resume_mode=none" if checkpoints is None else f"{checkpoints} holds no checkpoint"
-            raise ValueError(
-                f"run_dir={folder} is not empty and {why}; name another folder, or go on in it with "
-                "trainer.resume_mode=latest after a checkpoint was saved"
-            )
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"run_dir={folder} is a file; name a folder")
+        taken = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"run_dir={folder} cannot be read ({error.strerror}); name another folder") from error
+    if taken and (checkpoints is None or not (checkpoints / "latest_ckpt_global_step.txt").exists()):
+        why = "trainer.resume_mode=none" if checkpoints is None else f"{checkpoints} holds no checkpoint"
+        raise ValueError(
+            f"run_dir={folder} is not empty and {why}; name another folder, or go on in it with "
+            "trainer.resume_mode=latest after a checkpoint was saved"
+        )
+    above = next(path for path in folder.parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"run_dir={folder} cannot be made: {above} is not a folder to write in; name another folder")
+
+
+def claim(folder: Path) -> None:
+    """Make the run's folder if it is not there. ValueError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -36,41 +36,16 @@ def _main(argv: list[str]) -> int:
 
     try:
         launch, cfg = compose(argv)
-        checkpoint = _check(launch, cfg)
-    except (ConfigError, ValueError) as error:
+        from .preflight import check
+
+        checkpoint = check(launch, cfg)
+    except (ConfigError, ValueError, OSError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return _run(launch, cfg, checkpoint)
-
-
-def _check(launch: LaunchConfig, cfg: Any) -> Path:
-    """Prepare the task's files and checkpoint, and refuse what cannot work; nothing is running yet."""
-    from . import preflight
-    from .assemble import assemble
-    from .folder import claim
-    from .task import prepare
-
-    preflight.device(launch.runtime.device)
-    preflight.updates(cfg)
-    preflight.resume(cfg)
-    for name in ("port", "prometheus_port"):
-        router = "generator.inference_engine.router_init_kwargs"
-        preflight.port(cfg.generator.inference_engine.router_init_kwargs.get(name), f"{router}.{name}")
-    if launch.exec.name == "isoexec":
-        preflight.sampling(cfg)
-        preflight.pages(launch)
-    preflight.hosts(cfg)
-    claim(launch.run_dir, checkpoints=None if cfg.trainer.resume_mode == "none" else Path(cfg.trainer.ckpt_path))
-    checkpoint = prepare(launch, cfg)
-    model = preflight.checkpoint(checkpoint, dtype=launch.model.dtype)
-    preflight.vocabulary(checkpoint, model)
-    preflight.lengths(cfg, model)
-    preflight.data(cfg)
-    if launch.exec.name == "isoexec":
-        degrees = {"topology.trainer.tp": launch.topology.trainer.tp, "topology.engine.tp": launch.topology.engine.tp}
-        preflight.layouts(model, num_leaves=launch.schedule.num_leaves, degrees=degrees)
-    assemble(launch, cfg, checkpoint, model)
-    return checkpoint
 
 
 def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:

@@ -126,6 +126,23 @@ REFUSED = {
     "runtime.page_size=24": "runtime.page_size 24 is not a multiple of kernels.kv_block 16",
     "topology.trainer.tp=3": "topology.trainer.tp 3 is not a power of two",
     "trainer.seed=1,2": "a sweep",
+    "=5": "no key before '='",
+    "run.name=../../z": "run.name '../../z' is not one name of a folder",
+    "run.name=..": "run.name '..' is not one name",
+    "run.name=": "run.name is given an empty text",
+    "run_dir=''": "run_dir is given an empty text",
+    'run_dir="~nobody-has-this-name/x"': "no such home folder",
+    'data.train_data=["~nobody-has-this-name/x.jsonl"]': "no such home folder",
+    "data.train_data=['']": "data.train_data is given an empty text",
+    "trainer.policy.optimizer_config.lr=nan": "lr=nan is not a finite number",
+    "trainer.placement.policy_num_nodes=0": "policy_num_nodes=0 is not positive",
+    "trainer.placement.policy_num_gpus_per_node=-1": "policy_num_gpus_per_node=-1 is not positive",
+    "model.shape.rope_theta=0": "model.shape.rope_theta 0 is not positive",
+    "task.base.seed=-1": "task.base.seed -1",
+    "task.base.warmup_steps=-1": "warmup_steps -1 is negative",
+    f"+{ENGINE_KWARGS}.tensor_parallel_size=2": "set topology.engine.tp instead",
+    "generator.inference_engine.enable_chunked_prefill=false": "has to be True",
+    "generator.batched=true": "has to be False",
     "~trainer.seed": "cannot be deleted",
     "--cfg": "there are no flags",
     "trainer.seed": "not KEY=VALUE",
@@ -172,6 +189,13 @@ def test_paths_that_exist_become_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert launch.model.path == skyrl.trainer.policy.model.path == str(tmp_path / "folder")
     assert skyrl.data.train_data == [str(tmp_path / "train.jsonl"), "some/name"]
     assert launch.run_dir == tmp_path / "here"
+
+
+def test_folders_that_are_written_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, skyrl = compose([EXEC, "trainer.ckpt_path=kept", "trainer.export_path=s3://bucket/x"])
+    assert skyrl.trainer.ckpt_path == str(tmp_path / "kept")
+    assert skyrl.trainer.export_path == "s3://bucket/x"
 
 
 def test_the_last_assignment_holds() -> None:

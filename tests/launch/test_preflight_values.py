@@ -1,60 +1,145 @@
-"""Values that no run can have are refused, by name, before anything is started."""
+"""Values that no run can have are refused, by name, before anything is started or left."""
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from skyrl_isoexec.launch import preflight
+from skyrl_isoexec.launch import main as launcher
 from skyrl_isoexec.launch.compose import compose
-from skyrl_isoexec.launch.folder import claim
-from skyrl_isoexec.launch.main import main
+from skyrl_isoexec.launch.folder import vacant
+from skyrl_isoexec.launch.preflight import check, distribution, machine, model, ranges
+
+ENGINE, PARAMS = "generator.inference_engine", "generator.sampling_params"
+OPTIMIZER, SAMPLING = "trainer.policy.optimizer_config", "trainer.algorithm.dynamic_sampling"
+
+TINY = (
+    "model.shape={hidden_size: 32, intermediate_size: 32, num_layers: 1}",
+    "task.base.steps=1",
+    "task.base.batch_size=4",
+    "task.digits=1",
+)
+"""A base checkpoint that takes no time."""
+
+VALUES = {
+    "trainer.train_batch_size=0": "train_batch_size=0 is not positive",
+    "trainer.policy_mini_batch_size=0": "policy_mini_batch_size=0 is not positive",
+    "trainer.max_training_steps=0": "max_training_steps=0 is not positive",
+    "trainer.train_batch_size=4": "policy_mini_batch_size=8 is more than trainer.train_batch_size=4",
+    "trainer.epochs=0": "epochs=0 is not positive",
+    "trainer.max_prompt_length=0": "max_prompt_length=0 is not positive",
+    f"{PARAMS}.max_generate_length=0": "max_generate_length=0 is not positive",
+    "generator.n_samples_per_prompt=0": "n_samples_per_prompt=0 is not positive",
+    f"{OPTIMIZER}.lr=-1": "lr=-1 is not between 0 and 1",
+    f"{OPTIMIZER}.adam_betas=[0.9]": "are not two numbers",
+    f"{OPTIMIZER}.num_warmup_steps=1000": "num_warmup_steps=1000 is not below",
+    "trainer.seed=-1": "seed=-1 is not between",
+    "trainer.seed=99999999999": "seed=99999999999 is not between",
+    "trainer.eval_interval=0": "-1 for off",
+    "trainer.ckpt_interval=-5": "-1 for off",
+    f"{SAMPLING}.max_sample_batches=0": "-1 for off",
+    f"{SAMPLING}.type=foo": "type=foo is unknown; choose one of null, filter, replace",
+    "trainer.logger=foo": "logger=foo is unknown",
+    "trainer.logger=mlflow": "the package mlflow is not installed",
+    "environment.env_class=foo": "environment.env_class=foo is unknown",
+    "trainer.resume_mode=foo": "resume_mode=foo is unknown",
+    "trainer.resume_mode=from_path": "trainer.resume_path=None is not a folder",
+    f"{ENGINE}.max_num_seqs=0": "max_num_seqs=0 is not positive",
+    f"{ENGINE}.max_num_batched_tokens=7": "max_num_batched_tokens=7 is below",
+    f"{ENGINE}.router_init_kwargs.port=99999999": "is not a port",
+    f"{PARAMS}.temperature=-1": "temperature=-1 is not positive",
+    f"{PARAMS}.logprobs=null": "logprobs=null",
+    f"{PARAMS}.logprobs=-1": "logprobs=-1",
+    f"{PARAMS}.top_p=0.9": "top_p=0.9 changes the distribution",
+    f"+{PARAMS}.additional_kwargs.top_k=3": "additional_kwargs.top_k might change the distribution",
+    "runtime.object_store_mib=1": "runtime.object_store_mib=1 is below the 75 MiB",
+    "runtime.kv_cache_mib=1000000000": "and this machine has",
+    "runtime.threads=100000": "cores of this machine",
+}
 
 
-@pytest.mark.parametrize("key", ["train_batch_size", "policy_mini_batch_size", "max_training_steps"])
-def test_counts_that_are_not_positive(key: str) -> None:
-    _, cfg = compose(["+exec=isoexec", f"trainer.{key}=0"])
-    with pytest.raises(preflight.Refusal, match=f"trainer.{key}=0 is not positive"):
-        preflight.updates(cfg)
+@pytest.mark.parametrize("arm", ["isoexec", "native"])
+@pytest.mark.parametrize("override", VALUES, ids=str)
+def test_values_that_no_run_has(override: str, arm: str) -> None:
+    """Both arms need what both need."""
+    launch, cfg = compose([f"+exec={arm}", override])
+    with pytest.raises(ValueError, match=re.escape(VALUES[override])):
+        check(launch, cfg)
 
 
-@pytest.mark.parametrize(("files", "named"), [([], r"train_data=\[\]"), (["/no.jsonl"], "/no.jsonl, which does not")])
-def test_missing_data(files: list[str], named: str) -> None:
-    with pytest.raises(preflight.Refusal, match=named):
-        preflight.data(SimpleNamespace(data=SimpleNamespace(train_data=files)))
+def test_default_passes() -> None:
+    for arm in ("isoexec", "native"):
+        launch, cfg = compose([f"+exec={arm}"])
+        for refuse in (ranges.numbers, ranges.names, ranges.updates, distribution.sampling, model.scheduling):
+            refuse(cfg)
+        machine.memory(launch)
+        model.layouts(model.planned(launch), launch)
 
 
-def test_a_folder_below_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["+exec=isoexec", "topology.trainer.pp=4"], "topology.trainer.pp=4 does not divide the model's 2 layers"),
+        (["+exec=isoexec", "kernels.num_leaves=1024"], "kernels.num_leaves=1024: intermediate_size = 448"),
+        (["+exec=isoexec", "topology.trainer.tp=32"], "topology.trainer.tp=32: num_heads = 8"),
+        (["+exec=isoexec", "topology.engine.tp=8"], "topology.engine.tp=8: num_kv_heads = 4"),
+        (["+exec=native", "topology.engine.tp=16"], "topology.engine.tp=16 does not divide the model"),
+        (["+exec=native", "model.shape.head_dim=16"], "head_dim = 16 with exec=native"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model(arguments: list[str], named: str) -> None:
+    """Known from the shape, so refused before a base checkpoint is trained; under the name that was set."""
+    launch, _ = compose(arguments)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        model.layouts(model.planned(launch), launch)
+
+
+def test_head_sizes_are_the_engines_own() -> None:
+    folder = next(iter(find_spec("vllm").submodule_search_locations))
+    text = (Path(folder) / "v1/attention/backends/cpu_attn.py").read_text(encoding="utf-8")
+    assert f"return [{', '.join(map(str, model.NATIVE_HEAD_DIMS))}]" in text
+
+
+def test_a_folder_that_cannot_be_a_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be made"):
-        claim(tmp_path / "file" / "run", checkpoints=None)
+    (tmp_path / "old" / "data").mkdir(parents=True)
+    for folder, named in (("file/run", "cannot be made"), ("file", "is a file"), ("old", "is not empty")):
+        with pytest.raises(ValueError, match=named):
+            vacant(tmp_path / folder, checkpoints=None)
+    with pytest.raises(ValueError, match="cannot be"):
+        vacant(tmp_path / ("x" * 300), checkpoints=None)
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("trainer.resume_mode=foo", "trainer.resume_mode=foo"),
-        ("trainer.resume_mode=from_path", "trainer.resume_path"),
         ("kernels.kv_block=8", "kv_block 8"),
         ("trainer.train_batch_size=33", "SkyRL refuses"),
-        ("generator.sampling_params.top_p=0.9", "top_p=0.9"),
-        ("generator.sampling_params.temperature=0", "temperature=0"),
         ("exec.name=native", "exec.name=native contradicts exec=isoexec"),
+        ("trainer.max_prompt_length=3", "prompts in"),
+        ("task.cache_dir=/dev/null/x", "task.cache_dir=/dev/null/x"),
+        ("model.path=nowhere", "model.path=nowhere is not a folder"),
     ],
 )
 def test_refused_before_anything_is_left(
-    override: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The whole command line: code 2, one line, and not even a folder."""
     folder = tmp_path / "run"
+    monkeypatch.setattr(launcher, "_run", lambda *_: pytest.fail("the run was started"))
     with pytest.raises(SystemExit) as ended:
-        main(["+exec=isoexec", override, f"run_dir={folder}"])
+        launcher.main(["+exec=isoexec", *TINY, f"task.cache_dir={tmp_path / 'cache'}", override, f"run_dir={folder}"])
     lines = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2 and len(lines) == 1 and named in lines[0]
+    assert ended.value.code == 2 and len(lines) == 1 and named in lines[0], lines
     assert not folder.exists()
 
 
 def test_help_beside_a_stack(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["+exec=isoexec", "--help"])
+        launcher.main(["+exec=isoexec", "--help"])
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().err

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.config import LaunchConfig
-from skyrl_isoexec.launch.task import base_folder, prepare
+from skyrl_isoexec.launch.preflight.model import checkpoint, planned
+from skyrl_isoexec.launch.task import base_folder, prepare_checkpoint, prepare_data
 from skyrl_isoexec.launch.task.env import ENV_ID, register
 from skyrl_isoexec.launch.task.files import ensure_base
 from skyrl_isoexec.launch.task.problems import Problem, is_held_out, problems, row, split
@@ -92,7 +93,8 @@ def test_skyrl_reads_the_data(tmp_path: Path) -> None:
 
     arguments = ["+exec=isoexec", f"run_dir={tmp_path}", "task.digits=1", "model.path=somewhere"]
     launch, skyrl = compose(arguments)
-    assert prepare(launch, skyrl) == Path("somewhere")
+    assert prepare_checkpoint(launch) == Path("somewhere")
+    prepare_data(launch, skyrl)
     limit = skyrl.trainer.max_prompt_length
     sizes = []
     for file in (*skyrl.data.train_data, *skyrl.data.val_data):
@@ -109,8 +111,8 @@ def test_data_that_the_user_names_is_not_written(tmp_path: Path) -> None:
     named = tmp_path / "mine.jsonl"
     folder = f"run_dir={tmp_path / 'run'}"
     launch, skyrl = compose(["+exec=isoexec", folder, f"data.train_data=[{named}]", "model.path=x"])
-    prepare(launch, skyrl)
-    assert not named.exists() and not (tmp_path / "run").exists()
+    prepare_data(launch, skyrl)
+    assert skyrl.data.val_data == [] and not named.exists() and not (tmp_path / "run").exists()
 
 
 def test_base_checkpoint_is_a_plain_hugging_face_one(tmp_path: Path) -> None:
@@ -125,6 +127,7 @@ def test_base_checkpoint_is_a_plain_hugging_face_one(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(str(folder))) == 16
     assert json.loads((folder / "base.json").read_text())["sampled"] >= 0.0
     assert oct(folder.stat().st_mode & 0o777) == "0o755"
+    assert checkpoint(folder, dtype="float32") == planned(launch), "checks before the training see what comes out of it"
 
 
 def test_base_checkpoint_is_trained_once_and_the_same_every_time(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from skyrl_isoexec.launch import preflight
 from skyrl_isoexec.launch.compose import compose
-from skyrl_isoexec.launch.task import prepare
+from skyrl_isoexec.launch.preflight import Refusal, machine, model
+from skyrl_isoexec.launch.task import prepare_checkpoint
 from skyrl_isoexec.launch.watch import Watch
 
 WITHIN = 60
@@ -30,8 +29,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     shape = "model.shape={hidden_size: 32, intermediate_size: 32, num_layers: 1}"
     quick = ["task.base.steps=2", "task.base.warmup_steps=1", "task.base.batch_size=4", shape]
-    launch, cfg = compose(["+exec=isoexec", *quick, f"task.cache_dir={folder}", f"run_dir={folder / 'run'}"])
-    return prepare(launch, cfg, progress=lambda text: None)
+    launch, _ = compose(["+exec=isoexec", *quick, f"task.cache_dir={folder}", f"run_dir={folder / 'run'}"])
+    return prepare_checkpoint(launch, progress=lambda text: None)
 
 
 @pytest.fixture
@@ -76,19 +75,20 @@ def spoilt(kind: str, folder: Path) -> tuple[str, ...]:
 
 
 def launched(folder: Path, *arguments: str) -> tuple[int, str]:
-    """(exit status, standard error's line that says what is wrong) of the product's command; within the time."""
+    """(exit status, standard error's line that says what is wrong) of the product's command, which leaves no folder."""
     command = [sys.executable, "-m", "skyrl.train", *arguments, f"run_dir={folder}"]
     done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=WITHIN)
     said = [line for line in done.stderr.splitlines() if line.startswith(("refused: ", "failed: "))]
     assert len(said) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert not folder.exists()
     return done.returncode, said[0]
 
 
 @pytest.mark.parametrize("kind", ["shape", "missing", "vocabulary"])
 def test_spoilt_checkpoint_is_refused(kind: str, checkpoint: Path) -> None:
     words = spoilt(kind, checkpoint)
-    with pytest.raises(preflight.Refusal) as refusal:
-        preflight.vocabulary(checkpoint, preflight.checkpoint(checkpoint, dtype="float32"))
+    with pytest.raises(Refusal) as refusal:
+        model.tokenizer(checkpoint, model.checkpoint(checkpoint, dtype="float32"))
     assert all(word in str(refusal.value) for word in words), refusal.value
     assert "\n" not in str(refusal.value)
 
@@ -103,25 +103,21 @@ def test_command_refuses_spoilt_checkpoint(kind: str, checkpoint: Path, tmp_path
 
 
 def test_good_checkpoint_passes(base: Path) -> None:
-    preflight.vocabulary(base, preflight.checkpoint(base, dtype="float32"))
+    assert len(model.tokenizer(base, model.checkpoint(base, dtype="float32"))) == 16
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_prompt_longer_than_allowed(base: Path, tmp_path: Path, start: Callable[..., object]) -> None:
+def test_command_refuses_prompt_longer_than_allowed(base: Path, tmp_path: Path) -> None:
     rows = []
     for prompt in ("1+1=", "1+2=", "11111+22222=", *(f"{a}+1=" for a in range(20))):
         row = {"prompt": [{"role": "user", "content": prompt}], "reward_spec": {"ground_truth": "0"}}
         rows.append(json.dumps({"data_source": "addition", "env_class": "addition", **row}) + "\n")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(rows))
-    with start(tmp_path / "run", *VALID, f"model.path={base}", f"data.train_data=[{data}]") as run:
-        status = run.wait(120)
-        left = run.left_over()
-    assert status == 2, run.tail()
-    assert f"1 of 23 prompts in {data} are longer than trainer.max_prompt_length = 8 tokens" in run.errors
-    assert "raise it" in run.errors
-    assert not left
+    status, said = launched(tmp_path / "run", *VALID, f"model.path={base}", f"data.train_data=[{data}]")
+    assert status == 2
+    assert f"1 of 23 prompts in {data} are longer than trainer.max_prompt_length = 8 tokens" in said
+    assert "raise it" in said
 
 
 def test_port_in_use() -> None:
@@ -129,10 +125,10 @@ def test_port_in_use() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen(1)
         number = other.getsockname()[1]
-        with pytest.raises(preflight.Refusal, match=rf"router.port={number}: the port is in use .*; choose a free one"):
-            preflight.port(number, "router.port")
-    preflight.port(number, "router.port")
-    preflight.port(None, "router.port")
+        with pytest.raises(Refusal, match=rf"router.port={number}: the port is in use .*; choose a free one"):
+            machine.port(number, "router.port")
+    machine.port(number, "router.port")
+    machine.port(None, "router.port")
 
 
 @pytest.mark.slow
@@ -166,13 +162,10 @@ def test_watch_names_a_silent_server() -> None:
 
 
 def test_lengths_that_do_not_fit(base: Path) -> None:
-    model = preflight.checkpoint(base, dtype="float32")
-    params = SimpleNamespace(max_generate_length=20)
-    cfg = SimpleNamespace(
-        trainer=SimpleNamespace(max_prompt_length=60), generator=SimpleNamespace(sampling_params=params)
-    )
-    with pytest.raises(preflight.Refusal, match="= 80 is more than the model's max_position_embeddings = 64; lower"):
-        preflight.lengths(cfg, model)
+    _, cfg = compose([*VALID, f"model.path={base}", "trainer.max_prompt_length=60"])
+    cfg.generator.sampling_params.max_generate_length = 20
+    with pytest.raises(Refusal, match="= 80 is more than the model's max_position_embeddings = 64; lower"):
+        model.lengths(cfg, model.checkpoint(base, dtype="float32"))
 
 
 @pytest.mark.slow

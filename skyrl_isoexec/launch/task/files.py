@@ -23,6 +23,8 @@ from skyrl_isoexec.launch.config import LaunchConfig, ShapeConfig, TaskConfig
 if TYPE_CHECKING:
     from skyrl.train.config import SkyRLTrainConfig
 
+DATA = "data"
+"""The folder of a run's data, in the run's folder."""
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
 SOURCES = ("base.py", "problems.py", "tokenizer.py")
 LIBRARIES = ("torch", "transformers", "tokenizers")
@@ -34,7 +36,7 @@ def base_folder(launch: LaunchConfig) -> Path:
     if launch.model.shape is None:
         raise ValueError("model.shape is null: there is no base checkpoint to train")
     folder = launch.task.cache_dir
-    root = Path(folder).expanduser().absolute() if folder is not None else user_cache() / "skyrl-isoexec" / "base"
+    root = Path(folder) if folder is not None else user_cache() / "skyrl-isoexec" / "base"
     return root / f"{launch.task.name}-{digest(launch.model.shape, launch.task)}"
 
 
@@ -53,19 +55,23 @@ def digest(shape: ShapeConfig, task: TaskConfig) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def prepare(launch: LaunchConfig, cfg: "SkyRLTrainConfig", progress: Callable[[str], None] = print) -> Path:
-    """Make what the run needs and does not have yet: the base checkpoint and the data. Returns the checkpoint's folder.
+def is_embedded(launch: LaunchConfig, cfg: "SkyRLTrainConfig") -> bool:
+    """Whether the run trains on the embedded task's data rather than on a user's."""
+    return [str(launch.run_dir / DATA / TRAIN_FILE)] == list(cfg.data.train_data)
 
-    A checkpoint or data that the user named is not touched. OSError if a folder cannot be written.
-    """
-    data = launch.run_dir / "data"
-    if [str(data / TRAIN_FILE)] == list(cfg.data.train_data):
+
+def prepare_data(launch: LaunchConfig, cfg: "SkyRLTrainConfig") -> None:
+    """Write the embedded task's data into the run's folder; data that the user named is not touched."""
+    if is_embedded(launch, cfg):
         from skyrl_isoexec.launch.task.problems import write_data
 
+        data = launch.run_dir / DATA
         write_data(data / TRAIN_FILE, data / HELD_OUT_FILE, launch.task.digits, launch.task.held_out_one_in)
-    if launch.model.path is not None:
-        return Path(launch.model.path)
-    return ensure_base(launch, progress)
+
+
+def prepare_checkpoint(launch: LaunchConfig, progress: Callable[[str], None] = print) -> Path:
+    """The checkpoint's folder: the user's, which is not touched, or the base checkpoint's, trained if need be."""
+    return Path(launch.model.path) if launch.model.path is not None else ensure_base(launch, progress)
 
 
 def ensure_base(launch: LaunchConfig, progress: Callable[[str], None] = print) -> Path:
@@ -73,7 +79,13 @@ def ensure_base(launch: LaunchConfig, progress: Callable[[str], None] = print) -
     folder = base_folder(launch)
     if is_complete(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"task.cache_dir={launch.task.cache_dir}" if launch.task.cache_dir else "the user's cache folder"
+        raise ValueError(
+            f"{where}: {folder.parent} cannot be made ({error.strerror}); name another folder with task.cache_dir"
+        ) from error
     with exclusive(folder.with_suffix(".lock"), lambda: progress("base checkpoint: another launch is training it")):
         if is_complete(folder):
             return folder

@@ -1,0 +1,196 @@
+"""The checkpoint's files, and whether its model fits the layout, the lengths and the kernels that were asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from skyrl.utils.tok import get_tokenizer
+
+from ...kernels.attention.spec import kv_cache_shape
+from ...model.checkpoint import CONFIG, INDEX, SINGLE, read_config
+from ...model.config import DecoderConfig, check_partition
+from ...model.families import from_hf, lookup
+from ...model.weights import HEAD_NAME, layout
+from ..config import LaunchConfig
+from ..task.tokenizer import SYMBOLS
+from .refusal import Refusal
+
+ENGINE = "generator.inference_engine"
+GIVE = "give a Hugging Face checkpoint folder with config.json, safetensors and a tokenizer"
+NATIVE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's own attention on a CPU."""
+
+
+def planned(launch: LaunchConfig) -> DecoderConfig:
+    """The configuration of the base checkpoint that `model.shape` describes, known before it is trained."""
+    shape = launch.model.shape
+    assert shape is not None
+    return DecoderConfig(
+        family=shape.family,
+        vocab_size=len(SYMBOLS),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        max_position=shape.max_position,
+        qk_norm=True,
+        tied_head=shape.tied_head,
+        dtype=launch.model.dtype,
+    )
+
+
+def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderConfig:
+    """The decoder's configuration, after every tensor's presence and shape was read from the files' headers."""
+    if not folder.is_dir():
+        raise Refusal(f"{key}={folder} is not a folder; {GIVE}")
+    if not (folder / CONFIG).is_file():
+        raise Refusal(f"{key}={folder} has no {CONFIG}; {GIVE}")
+    try:
+        fields = read_config(folder)
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")
+        config = from_hf(fields, dtype=dtype)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"{key}={folder}: {CONFIG}: {error}; mend the file, or give another checkpoint") from error
+    found = _shapes(folder)
+    expected, ignored = layout(config), lookup(config.family).ignored
+    problems = []
+    for name, shape in expected.items():
+        if name not in found:
+            problems.append(f"tensor {name} is missing (shape {shape} by config.json)")
+        elif found[name] != shape:
+            problems.append(f"tensor {name} has shape {found[name]}, config.json gives {shape}")
+    for name in sorted(found.keys() - expected.keys()):
+        if not any(re.fullmatch(rule, name) for rule in ignored) and not (config.tied_head and name == HEAD_NAME):
+            problems.append(f"tensor {name} is not part of this model")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise Refusal(f"checkpoint {folder}: {shown}; mend the checkpoint, or give another one")
+    return config
+
+
+def _files(folder: Path) -> list[str]:
+    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    if single and index:
+        raise Refusal(f"checkpoint {folder} has both {SINGLE} and {INDEX}; remove the one that does not belong to it")
+    if single:
+        return [SINGLE]
+    if not index:
+        raise Refusal(f"checkpoint {folder} has neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"checkpoint file {folder / INDEX} is no index ({error!r}); copy it again") from error
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(folder):
+        try:
+            with safe_open(folder / file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118
+                    shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except Exception as error:
+            raise Refusal(f"checkpoint file {folder / file} cannot be read: {error}; copy it again") from error
+    return shapes
+
+
+def tokenizer(folder: Path, config: DecoderConfig, *, use_fast: bool = True) -> Any:
+    """SkyRL's tokenizer of the checkpoint; refuses one that can produce ids the model has no row for."""
+    try:
+        loaded = get_tokenizer(str(folder), use_fast=use_fast, padding_side="left")
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise Refusal(f"the tokenizer in {folder} cannot be read ({said}); copy its files into the folder") from error
+    if len(loaded) > config.vocab_size:
+        raise Refusal(
+            f"the tokenizer in {folder} has {len(loaded)} tokens, the model's vocab_size is {config.vocab_size}; "
+            "give the tokenizer that belongs to the checkpoint"
+        )
+    return loaded
+
+
+def pages(launch: LaunchConfig) -> None:
+    """Refuse page and block sizes that the attention kernel does not take."""
+    if launch.exec.name != "isoexec":
+        return
+    try:
+        kv_cache_shape(1, launch.runtime.page_size, 1, 1, schedule=launch.schedule)
+    except ValueError as error:
+        raise Refusal(f"runtime.page_size, kernels.kv_block: {error}; choose a multiple") from error
+
+
+def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse parallel degrees and a number of leaves that do not divide the model."""
+    pp = launch.topology.trainer.pp
+    if config.num_layers % pp:
+        raise Refusal(
+            f"topology.trainer.pp={pp} does not divide the model's {config.num_layers} layers; choose one that does"
+        )
+    if launch.exec.name == "native":
+        _native(config, launch)
+        return
+    for side in ("trainer", "engine"):
+        degree = getattr(launch.topology, side).tp
+        try:
+            check_partition(config, num_leaves=degree, tp=degree)
+        except ValueError as error:
+            said = str(error).replace("schedule.num_leaves =", "tensor-parallel size")
+            raise Refusal(f"topology.{side}.tp={degree}: {said}; choose a degree that divides it") from error
+    leaves = launch.schedule.num_leaves
+    try:
+        check_partition(config, num_leaves=leaves, tp=1)
+    except ValueError as error:
+        said = str(error).replace("schedule.num_leaves", "kernels.num_leaves")
+        raise Refusal(f"kernels.num_leaves={leaves}: {said}; choose a lower power of two, or null") from error
+
+
+def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
+    tp, heads, kv_heads = launch.topology.engine.tp, config.num_heads, config.num_kv_heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads) or config.intermediate_size % tp:
+        raise Refusal(
+            f"topology.engine.tp={tp} does not divide the model (num_heads = {heads}, num_kv_heads = {kv_heads}, "
+            f"intermediate_size = {config.intermediate_size}); choose a degree that divides it"
+        )
+    if launch.runtime.device == "cpu" and config.head_dim not in NATIVE_HEAD_DIMS:
+        raise Refusal(
+            f"the model's head_dim = {config.head_dim} with exec=native: vLLM's attention on a CPU takes "
+            f"{', '.join(map(str, NATIVE_HEAD_DIMS))}; choose another model"
+        )
+
+
+def lengths(cfg: Any, config: DecoderConfig) -> None:
+    """Refuse lengths that do not fit the model's positions, or the engine's own limit."""
+    prompt, engine = cfg.trainer.max_prompt_length, cfg.generator.inference_engine
+    limit = engine.engine_init_kwargs.get("max_model_len", config.max_position)
+    if type(limit) is not int or not 0 < limit <= config.max_position:
+        raise Refusal(
+            f"{ENGINE}.engine_init_kwargs.max_model_len={limit} is not a number of tokens up to the model's "
+            f"max_position_embeddings = {config.max_position}; set it to one"
+        )
+    for name in ("sampling_params", "eval_sampling_params"):
+        longest = prompt + getattr(cfg.generator, name).max_generate_length
+        bound = "max_position_embeddings" if limit == config.max_position else "max_model_len"
+        if longest > limit:
+            raise Refusal(
+                f"trainer.max_prompt_length + generator.{name}.max_generate_length = {longest} is more than the "
+                f"model's {bound} = {limit}; lower one of them"
+            )
+
+
+def scheduling(cfg: Any) -> None:
+    """Refuse a budget of tokens with which vLLM's scheduler does not start."""
+    engine = cfg.generator.inference_engine
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        raise Refusal(
+            f"{ENGINE}.max_num_batched_tokens={engine.max_num_batched_tokens} is below {ENGINE}.max_num_seqs="
+            f"{engine.max_num_seqs}, and every sequence needs one token of a step; raise it, or lower max_num_seqs"
+        )

@@ -1,0 +1,63 @@
+"""Every check in its order: what needs nothing first, then data, then the checkpoint, and the run's folder last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .. import folder
+from ..assemble import assemble
+from ..config import LaunchConfig
+from ..task import prepare_checkpoint, prepare_data
+from . import data, distribution, machine, model, ranges
+
+
+def check(launch: LaunchConfig, cfg: Any) -> Path:
+    """The checkpoint's folder, once nothing is left that could be refused; only then the run's folder is made.
+
+    Completes SkyRL's configuration in place. ValueError for what cannot work.
+    """
+    machine.device(launch.runtime.device)
+    machine.cores(launch.runtime.threads)
+    machine.memory(launch)
+    machine.ports(cfg)
+    ranges.numbers(cfg)
+    ranges.names(cfg)
+    ranges.updates(cfg)
+    ranges.resume(cfg)
+    ranges.packing(cfg, launch.exec.name)
+    distribution.sampling(cfg)
+    model.pages(launch)
+    model.scheduling(cfg)
+    ranges.hosts(cfg)
+    kept = None if cfg.trainer.resume_mode == "none" else Path(cfg.trainer.ckpt_path)
+    folder.vacant(launch.run_dir, checkpoints=kept)
+    sources = data.sources(launch, cfg)
+    for source in sources:
+        data.environments(source, cfg)
+    if launch.model.path is None:  # before time is spent on training it
+        _fits(launch, cfg, model.planned(launch))
+    checkpoint = prepare_checkpoint(launch)
+    config = model.checkpoint(checkpoint, dtype=launch.model.dtype)
+    _fits(launch, cfg, config)
+    tokenizer = model.tokenizer(checkpoint, config, use_fast=not cfg.trainer.disable_fast_tokenizer)
+    for source in sources:
+        data.prompts(source, tokenizer, cfg)
+    _reference(launch, cfg)
+    assemble(launch, cfg, checkpoint, config)
+    folder.claim(launch.run_dir)
+    prepare_data(launch, cfg)
+    return checkpoint
+
+
+def _fits(launch: LaunchConfig, cfg: Any, config: Any) -> None:
+    model.lengths(cfg, config)
+    model.layouts(config, launch)
+
+
+def _reference(launch: LaunchConfig, cfg: Any) -> None:
+    """A reference model of its own is read as strictly as the policy."""
+    path, algorithm = cfg.trainer.ref.model.path, cfg.trainer.algorithm
+    if path in (None, cfg.trainer.policy.model.path) or not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        return
+    model.layouts(model.checkpoint(Path(path), dtype=launch.model.dtype, key="trainer.ref.model.path"), launch)
