@@ -1,0 +1,166 @@
+"""The guard by itself, over steps as vLLM's scheduler describes them: what it refuses and allows, and its words."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from skyrl_isoexec.runtimes.vllm.guard import Guard, GuardError, review
+
+PAGE = 16
+
+
+def synced(epoch: int = 3, guard: Guard | None = None) -> Guard:
+    """A guard after a whole sync."""
+    guard = Guard() if guard is None else guard
+    guard.begin_sync(epoch)
+    guard.written()
+    guard.proven = True
+    guard.commit(epoch)
+    return guard
+
+
+def new(name: str, pages: list[int], computed: int = 0, **extra_args: object) -> SimpleNamespace:
+    """A request that the scheduler sends for the first time."""
+    sampling = SimpleNamespace(extra_args=extra_args or None)
+    return SimpleNamespace(req_id=name, sampling_params=sampling, block_ids=(pages,), num_computed_tokens=computed)
+
+
+def step(*fresh: SimpleNamespace, cached: dict | None = None, resumed: tuple = (), finished: tuple = ()):
+    """One `SchedulerOutput`; `cached` is {request: (new pages or None, computed tokens)}."""
+    cached = cached or {}
+    names = [one.req_id for one in fresh] + list(cached)
+    return SimpleNamespace(
+        scheduled_new_reqs=list(fresh),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            resumed_req_ids=set(resumed),
+            new_block_ids=[None if pages is None else (pages,) for pages, _ in cached.values()],
+            num_computed_tokens=[computed for _, computed in cached.values()],
+        ),
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        finished_req_ids=set(finished),
+    )
+
+
+def run(guard: Guard, *steps: SimpleNamespace) -> None:
+    """Review each of the steps."""
+    for one in steps:
+        review(guard, one, PAGE)
+
+
+def test_a_request_runs_from_start_to_end() -> None:
+    """Prefill in pieces, decode into a new page, preemption that finds its own pages again, end."""
+    guard = synced()
+    first = new("a", [1, 2], isoexec_epoch=3)
+    run(guard, step(first), step(cached={"a": ([3], 32)}), step(cached={"a": (None, 33)}))
+    run(guard, step(cached={"a": ([1, 2, 7], 32)}, resumed=("a",)), step(finished=("a",)))
+    assert guard.pages.keys() == {1, 2, 3, 7} and not guard.requests
+
+
+def test_a_page_that_another_request_writes_in_the_same_step() -> None:
+    """vLLM may cache a page before it is written: the reader is reviewed after all writers, in either order."""
+    writer, reader = new("w", [4, 5], isoexec_epoch=3), new("r", [4, 6], 16, isoexec_epoch=3)
+    for order in ((writer, reader), (reader, writer)):
+        run(synced(), step(*order))
+
+
+def test_nothing_runs_before_the_first_sync() -> None:
+    """An engine that loaded a checkpoint is not one that received weights."""
+    with pytest.raises(GuardError, match="^isoexec refused: request a: .*isoexec_epoch is 0, .* epoch is None"):
+        run(Guard(), step(new("a", [1], isoexec_epoch=0)))
+    run(Guard(), step())
+
+
+@pytest.mark.parametrize("given", [None, 2, 4, "3", 3.0, True])
+def test_the_epoch_of_a_request(given: object) -> None:
+    """Absent, of another sync, or no integer: one line that names both values and the mend."""
+    guard = synced()
+    extra = {} if given is None else {"isoexec_epoch": given}
+    with pytest.raises(GuardError) as refusal:
+        run(guard, step(new("a", [1], **extra)))
+    message = str(refusal.value)
+    assert message.startswith("isoexec refused: request a: sampling_params.extra_args.isoexec_epoch is")
+    assert repr(given) in message and "the engine's epoch is 3; " in message and "\n" not in message
+    with pytest.raises(GuardError, match="a step was refused .request a"):
+        run(guard, step(new("b", [2], isoexec_epoch=3)))  # the rest of that step was not computed either
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("epoch", [3, 4])
+def test_a_stale_page(epoch: int, resumed: bool) -> None:
+    """A page of an earlier commit, of the same epoch too; a page that is written again is fresh."""
+    guard = synced()
+    run(guard, step(new("a", [1, 2], isoexec_epoch=3)), step(finished=("a",)))
+    synced(epoch, guard)
+    run(guard, step(new("b", [2], isoexec_epoch=epoch)), step(finished=("b",)))
+    run(guard, step(new("c", [2, 3], 16, isoexec_epoch=epoch)))
+    hit = step(new("d", [1, 3], 16, isoexec_epoch=epoch))
+    if resumed:
+        hit = step(cached={"c": ([1, 3], 16)}, resumed=("c",))
+    with pytest.raises(GuardError, match=f"page 1 .* under epoch 3, commit 1, .* epoch {epoch}, commit 2; reset"):
+        run(guard, hit)
+
+
+def test_a_page_that_nobody_wrote() -> None:
+    """No record is a refusal."""
+    with pytest.raises(GuardError, match="page 9 was written under no epoch that is known"):
+        run(synced(), step(new("a", [9, 10], 16, isoexec_epoch=3)))
+
+
+def test_a_request_does_not_outlive_a_sync() -> None:
+    """Its pages are of the old weights; when it is gone, its name may be used again."""
+    guard = synced()
+    run(guard, step(new("a", [1], isoexec_epoch=3), new("b", [2], isoexec_epoch=3)))
+    synced(4, guard)
+    run(guard, step(new("c", [3], isoexec_epoch=4), finished=("a",)), step(new("a", [4], isoexec_epoch=4)))
+    with pytest.raises(GuardError, match="request b: it was admitted under epoch 3, commit 1, .* is epoch 4, commit 2"):
+        run(guard, step(cached={"b": (None, 5), "c": (None, 5)}))
+
+
+def test_sleep_and_other_writes_invalidate() -> None:
+    """Whatever the reason, it is in the message; also for a request that is running."""
+    guard = synced()
+    run(guard, step(new("a", [1], isoexec_epoch=3)))
+    guard.invalidate("the engine was put to sleep")
+    with pytest.raises(GuardError, match="request a: the engine's epoch is None: the engine was put to sleep"):
+        run(guard, step(cached={"a": (None, 2)}))
+    synced(4, guard)
+    guard.written()
+    with pytest.raises(GuardError, match="weights were written outside a weight sync"):
+        run(guard, step(new("b", [1], isoexec_epoch=4)))
+
+
+def test_a_sync_is_whole_or_nothing() -> None:
+    """Commits without a beginning, of another epoch, after a wake-up, or of weights whose digests nobody read."""
+    guard = Guard()
+    for epoch in (-1, True, "0", None):
+        with pytest.raises(GuardError, match="isoexec_begin_sync: epoch is"):
+            guard.begin_sync(epoch)
+    with pytest.raises(GuardError, match="isoexec_commit: epoch is 1, no weight sync has begun"):
+        guard.commit(1)
+    guard.begin_sync(2)
+    with pytest.raises(GuardError, match="isoexec_commit: epoch is 1, the sync that has begun is 2"):
+        guard.commit(1)
+    with pytest.raises(GuardError, match="epoch 2 were written after their digests were read"):
+        guard.commit(2)
+    guard.proven = True
+    guard.written()
+    with pytest.raises(GuardError, match="epoch 2 were written after their digests were read"):
+        guard.commit(2)
+    guard.proven = True
+    guard.invalidate("the engine was woken up")
+    with pytest.raises(GuardError, match="no weight sync has begun"):
+        guard.commit(2)
+    assert synced(2, guard).epoch == 2
+
+
+def test_the_guard_needs_no_vllm() -> None:
+    """Nor torch: a launcher may read its constants."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, skyrl_isoexec.runtimes.vllm.guard, skyrl_isoexec.runtimes.vllm.settings; "
+        "assert not {'vllm', 'torch'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
