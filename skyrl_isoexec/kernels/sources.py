@@ -8,6 +8,7 @@ is no list to forget. Standard library only.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ def _dump(node: object) -> str:
     return f"{type(node).__name__}({','.join(fields)})"
 
 
+@functools.lru_cache(maxsize=512)
 def dump(source: str) -> str:
     """The syntax tree of Python source as text, without what has no effect."""
     return _dump(ast.parse(source))
@@ -79,23 +81,29 @@ def source_digest(*paths: Path | str) -> str:
     return _digest(named)
 
 
-def _imports(path: Path, package: Path) -> Iterator[Path]:
-    """Files of `package` that a file of it imports by name, wherever in the file."""
-    here = path.relative_to(package.parent).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[tuple[str, ...]] = []
+@functools.lru_cache(maxsize=512)
+def _imported(source: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """(level, dotted name) of everything that may be a module among what is imported, wherever in the source."""
+    names: list[tuple[int, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
+            names += [(0, tuple(alias.name.split("."))) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = here[: len(here) + 1 - node.level] if node.level else ()
-            base += tuple(node.module.split(".")) if node.module else ()
-            names = [base] + [(*base, alias.name) for alias in node.names]
-        for name in names:
-            if name[0] != package.name:
-                continue
-            for depth in range(1, len(name) + 1):
-                module = package.parent.joinpath(*name[:depth])
-                yield from (p for p in (module.with_suffix(".py"), module / "__init__.py") if p.is_file())
+            base = tuple(node.module.split(".")) if node.module else ()
+            names += [(node.level, base)] + [(node.level, (*base, alias.name)) for alias in node.names]
+    return tuple(names)
+
+
+def _imports(path: Path, package: Path) -> Iterator[Path]:
+    """Files of `package` that a file of it imports by name."""
+    here = path.relative_to(package.parent).parts[:-1]
+    for level, name in _imported(path.read_text(encoding="utf-8")):
+        name = (here[: len(here) + 1 - level] if level else ()) + name
+        if name[:1] != (package.name,):
+            continue
+        for depth in range(1, len(name) + 1):
+            module = package.parent.joinpath(*name[:depth])
+            yield from (p for p in (module.with_suffix(".py"), module / "__init__.py") if p.is_file())
 
 
 def reached(path: Path, package: Path = PACKAGE) -> list[Path]:

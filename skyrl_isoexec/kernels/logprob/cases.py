@@ -6,6 +6,9 @@ Shapes: T rows (tokens), V vocabulary.
 import torch
 from torch import Tensor
 
+from skyrl_isoexec.kernels.numeric import exp
+from skyrl_isoexec.kernels.numeric.inputs import normal
+
 KINDS = {
     "normal": "logits of usual size",
     "tails": "probabilities that are subnormal, and some that vanish",
@@ -20,7 +23,7 @@ KINDS = {
 def rows(kind: str, num_rows: int, size: int, seed: int = 0) -> Tensor:
     """fp32 logits [T, V] of a kind."""
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, size, generator=random) * 4
+    logits = normal(seed, num_rows, size, scale=4.0)
     index = torch.arange(num_rows)
     if kind == "tails":
         logits = torch.rand(num_rows, size, generator=random) * -115.0
@@ -46,10 +49,10 @@ def rows(kind: str, num_rows: int, size: int, seed: int = 0) -> Tensor:
 def reached(kind: str, logits_TV: Tensor) -> int:
     """How often the kind occurs in the logits; 0 means that the case proves nothing."""
     top = logits_TV.amax(1, keepdim=True)
-    p = (logits_TV.double() - top).exp()
+    p = exp(logits_TV - top)
     counts = {
         "normal": logits_TV.numel(),
-        "tails": int(((p > 1e-45) & (p < torch.finfo(torch.float32).tiny)).sum()),
+        "tails": int(((p > 0) & (p < torch.finfo(torch.float32).tiny)).sum()),
         "ties": int(((logits_TV == top).sum(1) > 1).sum()),
         "zeros": int(((logits_TV == top) & (logits_TV == 0) & logits_TV.signbit()).sum()),
         "minus_inf": int((logits_TV == float("-inf")).sum()),

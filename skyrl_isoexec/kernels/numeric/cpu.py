@@ -30,6 +30,9 @@ NUM_LANES = reference.NUM_LANES
 ZERO, ONE = np.float32(0), np.float32(1)
 INFINITY = np.float32(np.inf)
 
+NEVER_COMPILED = ("cases.py", "gate.py", "inputs.py", "kernel.py", "proof.py")
+"""Files beside the loops that no loop calls; nor does one call a file with another arch in its name."""
+
 _THREAD = threading.local()
 _OPTIONS = {"fastmath": False, "error_model": "numpy", "nogil": True, "boundscheck": False}
 _LOG2_E = np.float32(reference.LOG2_E)
@@ -41,11 +44,12 @@ _OVERFLOWS, _VANISHES = np.float32(reference.EXP_OVERFLOWS), np.float32(referenc
 
 
 def _source_digest(function: Callable) -> str:
-    """Digest of everything that decides the machine code: the function's folder, this folder, and numba."""
+    """Digest of everything that may decide the machine code: the function's folder, this folder, and numba."""
     digest = hashlib.sha256(numba.__version__.encode())
     for folder in (Path(inspect.getfile(function)).parent, Path(__file__).parent):
         for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
+            if path.name not in NEVER_COMPILED and "sm90" not in path.name:
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -14,6 +14,7 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
     made["tails"] = (tails, torch.full_like(tails, 1e-3))
     for name, finite in (("finite hazards", True), ("hazards", False)):
         made[name] = (hazards(5, 9, 70, dtype=dtype, finite=finite), hazards(6, 9, 70, dtype=dtype))
+        made[f"{name} with others"] = (made[name][0], made[name][1].flip(1))
     made["stacked"] = (normal(7, 2, 3, 5, dtype=dtype), normal(8, 2, 3, 5, dtype=dtype))
     made["no rows"] = (normal(1, 0, 24, dtype=dtype), normal(2, 0, 24, dtype=dtype))
     return made
