@@ -9,7 +9,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-GROUPS = ("skyrl_isoexec.patching.commands",)
+GROUPS = (
+    "skyrl_isoexec.launch.doctor",
+    "skyrl_isoexec.launch.commands",
+    "skyrl_isoexec.gate.commands",
+    "skyrl_isoexec.patching.commands",
+)
 """Modules in the order in which --help shows them."""
 
 

@@ -1,0 +1,233 @@
+"""Proof of the whole decoder: each way of computing a log-probability gives the bits of every other.
+
+The cases are those of a contract: packed rows with and without a graph (trainer), pages filled by prefills or token by
+token (engine). Compared are log-probabilities over the full vocabulary, of two small models that differ in their norms,
+biases and head, in fp32 and bf16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from skyrl_isoexec.gate.engine import Engine, Rows
+from skyrl_isoexec.kernels.bundle import OPS, Kernels, load_kernels
+from skyrl_isoexec.kernels.numeric.inputs import normal
+from skyrl_isoexec.kernels.numeric.proof import DEGREES, Proof
+from skyrl_isoexec.model.axes import Axis, SingleAxis
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.decoder import Decoder
+from skyrl_isoexec.model.threads import run_ranks
+from skyrl_isoexec.model.weights import layout, load
+from skyrl_isoexec.schedule import Schedule
+
+CASES = ("trainer_fwd", "trainer_fwd_no_autograd", "engine_prefill", "engine_decode")
+"""Every way of computing a log-probability, by its name in a contract."""
+SIZES = {"vocab_size": 72, "hidden_size": 40, "intermediate_size": 56, "num_layers": 3, "max_position": 256}
+HEADS = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 6}
+CONSTANTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+MODELS = {
+    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "qwen2": {"family": "qwen2", "qkv_bias": True, "tied_head": True},
+}
+LENGTHS = (9, 1, 3, 33, 70)
+"""Sequences: one token, less than a softmax block, more than one, more than a partition."""
+LONG, CUTS = 140, (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+"""A prompt, and where its prefill is cut: around pages, blocks and partitions."""
+Builder = Callable[..., Decoder]
+
+
+def prove(proof: Proof, impls: str | Mapping[str, str], schedule: Schedule) -> None:
+    """Collect every check of the decoder over these implementations in `proof`."""
+    kernels = load_kernels(impls, schedule)
+    definition = load_kernels("reference", schedule)
+    for model, fields in MODELS.items():
+        for dtype in ("float32", "bfloat16"):
+            prove_model(proof, f"{model} {dtype}", model_config(dtype, fields), kernels, definition)
+    for op, case in itertools.product(OPS, CASES):
+        proof.reached(f"{op} served {case}", (op, case) in kernels.served)
+
+
+def model_config(dtype: str, fields: Mapping[str, object]) -> DecoderConfig:
+    """A model that eight ranks and eight leaves cut evenly."""
+    return DecoderConfig(**SIZES, **HEADS, **CONSTANTS, dtype=dtype, **fields)
+
+
+def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
+    """Full tensors, the same bits on every machine."""
+    dtype, tensors = getattr(torch, config.dtype), {}
+    for seed, (name, shape) in enumerate(sorted(layout(config).items())):
+        centre = 1.0 if name.endswith("norm.weight") else 0.0
+        tensors[name] = (normal(seed, *shape, scale=0.2) + centre).to(dtype)
+    return tensors
+
+
+def builder(config: DecoderConfig, kernels: Kernels) -> Builder:
+    """make(axis=None, **stage) -> a loaded decoder."""
+    tensors = random_weights(config)
+
+    def make(axis: Axis | None = None, **stage: object) -> Decoder:
+        decoder = Decoder(config, kernels, axis or SingleAxis(), kernels.schedule, **stage)
+        load(decoder, tensors)
+        return decoder
+
+    return make
+
+
+def token_ids(config: DecoderConfig, lengths: Sequence[int]) -> list[Tensor]:
+    """Random sequences."""
+    random = torch.Generator().manual_seed(len(lengths))
+    return [torch.randint(config.vocab_size, (length,), generator=random) for length in lengths]
+
+
+def packed(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, positions, cu_seqlens) of sequences laid end to end."""
+    cu = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0).int()
+    return torch.cat(list(sequences)), torch.cat([torch.arange(len(s)) for s in sequences]), cu
+
+
+def attend_packed(decoder: Decoder, cu: Tensor) -> Callable[..., Tensor]:
+    """The trainer's attention."""
+    return lambda _, q, k, v: decoder.kernels.attention(q, k, v, cu, decoder.config.scale)
+
+
+def trainer(decoder: Decoder, sequences: Sequence[Tensor], *, grad: bool) -> Tensor:
+    """Log-probabilities [T, V] of packed rows, with or without a graph; the next token's is what a loss computes."""
+    ids, positions, cu = packed(sequences)
+    next_T1 = ids.roll(-1)[:, None]
+    with torch.set_grad_enabled(grad):
+        logits = decoder.full_logits(decoder.layers(decoder.embed(ids), positions, attend_packed(decoder, cu)))
+        if logits.requires_grad != grad:
+            raise RuntimeError(f"a graph was{'' if logits.requires_grad else ' not'} recorded")
+        chosen_T = decoder.kernels.token_logprobs(logits, next_T1[:, 0])
+        return decoder.kernels.logprobs(logits.detach()).scatter(1, next_T1, chosen_T.detach()[:, None])
+
+
+@torch.no_grad()
+def engine(decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Rows]) -> Tensor:
+    """Log-probabilities [T, V] of the rows of all steps over pages, with packed weights, in the sequences' order."""
+    decoder.refresh_packed()
+    run = Engine(decoder, sequences)
+    for step in steps:
+        run.step(step)
+    return run.logprobs()
+
+
+def prefill_steps(sequences: Sequence[Tensor]) -> list[Rows]:
+    """All prompts whole, in one step."""
+    return [[(r, 0, len(s)) for r, s in enumerate(sequences)]]
+
+
+def decode_steps(sequences: Sequence[Tensor]) -> list[Rows]:
+    """One token of each live request a step."""
+    longest = max(len(s) for s in sequences)
+    return [[(r, t, t + 1) for r, s in enumerate(sequences) if t < len(s)] for t in range(longest)]
+
+
+def prove_model(proof: Proof, label: str, config: DecoderConfig, kernels: Kernels, definition: Kernels) -> None:
+    """Every check of one model."""
+    make, sequences = builder(config, kernels), token_ids(config, LENGTHS)
+    runs = (
+        lambda: trainer(make(), sequences, grad=True),
+        lambda: trainer(make(), sequences, grad=False),
+        lambda: engine(make(), sequences, prefill_steps(sequences)),
+        lambda: engine(make(), sequences, decode_steps(sequences)),
+    )
+    results = {}
+    for kernels.case, run in zip(CASES, runs, strict=True):
+        results[kernels.case] = run()
+    kernels.case = None
+    whole = results[CASES[0]]
+    for a, b in itertools.combinations(CASES, 2):
+        proof.equal(f"{label}: pairs of cases", results[a], results[b], at=f"{a} and {b}")
+    short = sequences[:4]
+    expected = trainer(builder(config, definition)(), short, grad=False)
+    proof.equal(f"{label}: definition", expected, trainer(make(), short, grad=False))
+    _packing(proof, f"{label}: packing", make(), sequences, whole)
+    _cuts(proof, f"{label}: cut prefills", make(), config)
+    _degrees(proof, f"{label}: tensor ranks", make, sequences, whole)
+    _stages(proof, f"{label}: pipeline stages", make, sequences, whole)
+    _recomputation(proof, f"{label}: recomputation", make(), sequences)
+
+
+def _packing(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor], whole: Tensor) -> None:
+    """A sequence alone, and all of them in the opposite order."""
+    parts = whole.split([len(s) for s in sequences])
+    for sequence, part in zip(sequences, parts, strict=True):
+        alone = trainer(decoder, [sequence], grad=False)
+        proof.equal(name, part, alone, at=f"{len(sequence)} tokens alone")
+    backwards = trainer(decoder, sequences[::-1], grad=False)
+    proof.equal(name, torch.cat(parts[::-1]), backwards, at="in the opposite order")
+
+
+def _cuts(proof: Proof, name: str, decoder: Decoder, config: DecoderConfig) -> None:
+    """A prompt in two parts, the second in one step with a decode row and a prefill of others, then decoded."""
+    sequences = token_ids(config, (LONG, 40, 20))
+    whole = trainer(decoder, sequences, grad=False)
+    for cut in CUTS:
+        steps = [
+            [(1, 0, 39), (0, 0, cut)],
+            [(2, 0, 20), (0, cut, LONG - 5), (1, 39, 40)],
+            *([(0, t, t + 1)] for t in range(LONG - 5, LONG)),
+        ]
+        proof.equal(name, whole, engine(decoder, sequences, steps), at=f"at {cut}")
+
+
+def _degrees(proof: Proof, name: str, make: Builder, sequences: list[Tensor], whole: Tensor) -> None:
+    """Trainer and engine on the ranks of an axis; every rank has the whole rows."""
+    num_leaves = make().schedule.num_leaves
+    last = [(r, len(s) - 1, len(s)) for r, s in enumerate(sequences)]
+    steps = [[(r, 0, lo) for r, lo, _ in last if lo], last]
+    for size in (degree for degree in DEGREES if degree <= num_leaves):
+
+        def run(axis: Axis) -> list[Tensor]:
+            return [
+                trainer(make(axis), sequences, grad=True),
+                trainer(make(axis), sequences, grad=False),
+                engine(make(axis), sequences, steps),
+            ]
+
+        for rank, results in enumerate(run_ranks(size, run)):
+            for found in results:
+                proof.equal(name, whole, found, at=f"rank {rank} of {size}")
+
+
+def _stages(proof: Proof, name: str, make: Builder, sequences: list[Tensor], whole: Tensor) -> None:
+    """The layers cut into stages at every place, and a stage for each layer."""
+    ids, positions, cu = packed(sequences)
+    num_layers = SIZES["num_layers"]
+    cuts = [(0, cut, num_layers) for cut in range(1, num_layers)] + [tuple(range(num_layers + 1))]
+    for bounds in cuts:
+        x = None
+        with torch.no_grad():
+            for lo, hi in itertools.pairwise(bounds):
+                ends = {"with_embedding": lo == 0, "with_head": hi == num_layers}
+                stage = make(first_layer=lo, last_layer=hi, **ends)
+                x = stage.embed(ids) if lo == 0 else x
+                x = stage.layers(x, positions, attend_packed(stage, cu))
+            rows = stage.kernels.logprobs(stage.full_logits(x))
+        proof.equal(name, whole, rows, at=f"cut at {bounds[1:-1]}")
+
+
+def _recomputation(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor]) -> None:
+    """What a layer gives when the backward recomputes it is what it gave in the forward."""
+    ids, positions, cu = packed(sequences)
+    outputs: dict[int, list[Tensor]] = {index: [] for index in decoder.layer_indices}
+
+    def layer(index: int, x: Tensor) -> Tensor:
+        y = decoder.layer(index, x, positions, attend_packed(decoder, cu))
+        outputs[index].append(y.detach())
+        return y
+
+    x = decoder.embed(ids)
+    with set_checkpoint_early_stop(False):  # to the end of the layer, though its last sum is not needed
+        for index in decoder.layer_indices:
+            x = recompute(layer, index, x, use_reentrant=False)
+        decoder.full_logits(x).sum().backward()
+    for index, (first, again) in outputs.items():
+        proof.equal(name, first, again, at=f"layer {index}")
