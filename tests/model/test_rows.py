@@ -1,4 +1,4 @@
-"""A row's bits do not depend on what is computed beside it, nor on how a runtime cuts the work."""
+"""How a runtime may cut the work of a decoder; that no cut changes a bit of the forward is proved by its gate."""
 
 import pytest
 import torch
@@ -9,31 +9,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 def decoder(request, m):
     """A loaded decoder with 4 leaves."""
     return m.build(*m.toy(dtype=request.param, tied_head=True), num_leaves=4)
-
-
-@torch.no_grad()
-def test_packed_equals_single_sequences(decoder, m) -> None:
-    packed = m.forward(decoder)
-    alone = torch.cat([m.forward(decoder, [s]) for s in m.SEQUENCES])
-    m.assert_same_bits(packed, alone)
-    backwards = m.forward(decoder, m.SEQUENCES[::-1]).split([len(s) for s in m.SEQUENCES[::-1]])
-    m.assert_same_bits(packed, torch.cat(backwards[::-1]))
-
-
-@torch.no_grad()
-def test_eager_reference_gives_the_same_bits(decoder, m) -> None:
-    """The whole model, computed by the kernels' definitions."""
-    tensors = {name: p.detach() for name, p in decoder.named_parameters()}
-    reference = m.build(decoder.config, tensors, num_leaves=4, impl="reference")
-    m.assert_same_bits(m.forward(reference), m.forward(decoder))
-
-
-@torch.no_grad()
-def test_prefix_is_causal(decoder, m) -> None:
-    sequence = m.SEQUENCES[-1]
-    whole = m.forward(decoder, [sequence])
-    for length in (1, 15, 16, 17):
-        m.assert_same_bits(m.forward(decoder, [sequence[:length]]), whole[:length])
 
 
 @torch.no_grad()
