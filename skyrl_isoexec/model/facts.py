@@ -1,0 +1,88 @@
+"""What a process that computes with the decoder really is: the facts that both runtimes read back in the same way.
+
+Nothing here echoes a setting: functions are those bound in the live object, digests are of the files that they came
+from, versions are of the installed distributions, variables are of this process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_isoexec.contract import Contract, digest, float_bits, identities
+from skyrl_isoexec.kernels.sources import source_digest
+from skyrl_isoexec.kernels.witness import bound, constants, numeric
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.layers import RMSNorm
+from skyrl_isoexec.patching import PatchRefusal, applied_state
+
+if TYPE_CHECKING:
+    from skyrl_isoexec.model.decoder import Decoder
+
+SOURCES = ("model", "runtimes", "schedule")
+"""Folders of this package between the kernels and the hosts, whose code decides what is computed."""
+PACKAGE = Path(__file__).resolve().parents[1]
+
+Fact = str | int | bool | None
+
+
+def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]) -> dict[str, Fact]:
+    """Flat facts of this process: contract received, model, kernels, numerics, versions, sources, patches, variables.
+
+    `contract` is decoded from the bytes that this process was given; `patched` are the upstreams that it runs.
+    """
+    found = identities(contract)
+    return {
+        "contract.digest": digest(contract),
+        "contract.semantic": found.semantic,
+        "contract.numerical_policy": found.numerical_policy,
+        **{f"model.{name}": value for name, value in model_fields(decoder.config).items()},
+        **bound(decoder.kernels),
+        **constants(decoder.kernels),
+        "constant.eps": _eps(decoder),
+        **numeric(),
+        **{f"version.{name}": version(name) for name in contract.versions},
+        **{f"source.{name}": digest_ for name, digest_ in source_digests().items()},
+        **{f"patch.{package}": patch_state(package) for package in patched},
+        **{f"environment.{name}": os.environ.get(name) for name in contract.deployment["environment"]},
+    }
+
+
+def _eps(decoder: Decoder) -> str:
+    """The eps that every norm of the live model adds; all of them, where they are not one."""
+    found = sorted({float_bits(part.eps) for part in decoder.modules() if isinstance(part, RMSNorm)})
+    return ", ".join(found)
+
+
+def model_fields(config: DecoderConfig) -> dict[str, Fact]:
+    """The decoder's fields as scalars: nested ones with dots, floats as bits."""
+    flat: dict[str, Fact] = {}
+    for name, value in config.to_dict().items():
+        pairs = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        for key, item in pairs.items():
+            flat[key] = float_bits(item) if isinstance(item, float) else item
+    return flat
+
+
+def source_digests() -> dict[str, str]:
+    """Digest of the code in each of SOURCES."""
+    return {name: source_digest(PACKAGE / name) for name in SOURCES}
+
+
+def version(distribution: str) -> str | None:
+    """Installed version; None is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def patch_state(package: str) -> str:
+    """Digest of the series that is applied; where that cannot be said, why."""
+    try:
+        state = applied_state(package)
+    except (PatchRefusal, OSError) as error:
+        return f"unknown: {error}"
+    return state.series_digest if state.state == "patched" else f"{state.state}: {', '.join(state.paths[:3])}"
