@@ -1,0 +1,75 @@
+"""Rotation on Hopper (Triton): the bits of `reference.py`. The backward rotates by the negative angle.
+
+Notable: a position outside the table gives a NaN row, because a kernel in a captured graph cannot raise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, narrow, needs_grad, power_of_two, require, require_bf16, widen
+from skyrl_isoexec.kernels.rope import spec
+
+__all__ = ["rope"]
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_positions"])
+def _rotate(
+    x, positions, table, out, num_rows, num_heads, num_positions, half,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """ROWS heads of any tokens; row = token * num_heads + head."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)[None, :]
+    there = (row[:, None] < num_rows) & (column < half)
+    position = tl.load(positions + row // num_heads, mask=row < num_rows, other=0)
+    inside = ((position >= 0) & (position < num_positions))[:, None] & there
+    at_table = table + position[:, None] * 2 * half + column
+    c = tl.load(at_table, mask=inside, other=float("nan"))
+    s = tl.load(at_table + half, mask=inside, other=float("nan"))
+    if BACKWARD:
+        s = -s
+    at = row[:, None] * 2 * half + column
+    a = widen(tl.load(x + at, mask=there, other=0.0))
+    b = widen(tl.load(x + at + half, mask=there, other=0.0))
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + at, narrow(a * c - b * s, dtype), mask=there)
+    tl.store(out + at + half, narrow(b * c + a * s, dtype), mask=there)
+
+
+def _run(x_TND: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, backward: bool) -> Tensor:
+    x_TND, positions_T, cos_sin_PD = x_TND.contiguous(), positions_T.contiguous(), cos_sin_PD.contiguous()
+    num_tokens, num_heads, width = x_TND.shape
+    out = torch.empty_like(x_TND)
+    half = power_of_two(width // 2)
+    rows = max(1, 1024 // half)
+    if out.numel():
+        _rotate[(triton.cdiv(num_tokens * num_heads, rows),)](
+            x_TND, positions_T, cos_sin_PD, out, num_tokens * num_heads, num_heads, cos_sin_PD.shape[0], width // 2,
+            BACKWARD=backward, ROWS=rows, HALF=half, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TND, positions_T, cos_sin_PD):
+        ctx.save_for_backward(positions_T, cos_sin_PD)
+        return _run(x_TND, positions_T, cos_sin_PD, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_TND):
+        return _run(dy_TND, *ctx.saved_tensors, True), None, None
+
+
+def rope(x_TND: Tensor, positions_T: Tensor, cos_sin_PD: Tensor) -> Tensor:
+    """Rotated x, of its shape and dtype. Refuses what `spec` refuses, and fp32; NaN for a position off the table."""
+    spec.check(x_TND, positions_T, cos_sin_PD)
+    require_bf16("rope", x_TND)
+    require("rope", positions_T, cos_sin_PD)
+    if needs_grad(x_TND):
+        return _Rope.apply(x_TND, positions_T, cos_sin_PD)
+    return _run(x_TND, positions_T, cos_sin_PD, False)
