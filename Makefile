@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: setup lint test demo clean
+.PHONY: setup lint test test-gpu demo clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -14,6 +14,9 @@ lint: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu:  # needs torch, triton, numpy and pytest alone, so it fills no .venv where there is none
+	$(or $(wildcard $(BIN)/python),python3) -m pytest -m gpu tests/gpu $(ARGS)
 
 demo: setup
 	$(BIN)/python -m skyrl.train +exec=isoexec $(ARGS)
