@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Prove that tiles of a product give the same bits on this GPU, time them, and write the tables of admitted tiles.
+
+    python scripts/tune_sm90.py [--seconds 240] [--out FOLDER] [--write]
+
+For each shape and number of rows every candidate is compared with the first one, bit for bit, and timed in a replayed
+CUDA graph over operands that together exceed the L2 cache; cuBLAS is timed beside it. A candidate that differs anywhere
+is not admitted and is named at the end, and the exit code is 1. Nothing of this runs in training or serving.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from skyrl_isoexec.kernels.linear import kernel as linear  # noqa: E402
+from skyrl_isoexec.kernels.numeric.sm90_product import Tile  # noqa: E402
+from skyrl_isoexec.kernels.row_linear import kernel as row_linear  # noqa: E402
+
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+"""Numbers of rows that are timed; a row of the table serves all numbers up to it."""
+LINEAR = {
+    "MiMo-7B": ((4096, 4096), (1024, 4096), (11008, 4096)),
+    "Qwen3.5-9B": ((8192, 4096), (1024, 4096), (12288, 4096)),
+    "Qwen3.5-35B-A3B": ((8192, 2048), (512, 2048), (4096, 2048)),
+}
+"""(N, K) of column-parallel linears."""
+ROW_LINEAR = {
+    "MiMo-7B": ((4096, 4096), (4096, 11008)),
+    "Qwen3.5-9B": ((4096, 4096), (4096, 12288)),
+    "Qwen3.5-35B-A3B": ((2048, 4096), (2048, 512)),
+}
+"""(N, K) of row-parallel linears; also timed with 8 leaves."""
+L2_BYTES = 60_000_000
+
+
+def candidates(num_m: int, num_leaves: int) -> list[Tile]:
+    """Tiles worth trying at a number of rows."""
+    texts = []
+    if num_m <= 128:
+        for m in {16, 32, 64, 128}:
+            if num_m // 2 < m <= max(16, num_m):
+                texts += [
+                    f"swap {m} {n} {k} w4 s{s} x1"
+                    for n, k, s in ((64, 64, 5), (64, 128, 4), (64, 256, 3), (128, 64, 5), (128, 128, 3), (128, 128, 4))
+                ]
+                texts += [
+                    f"tma {max(m, 64)} {n} {k} w4 s{s} x1" for n, k, s in ((32, 128, 5), (64, 64, 6), (64, 128, 4))
+                ]
+    if num_m >= 64:
+        texts += [
+            "tma 64 64 128 w4 s4 x1",
+            "tma 64 128 64 w4 s5 x1",
+            "tma 64 128 128 w4 s3 x1",
+            "tma 64 256 64 w4 s4 x1",
+        ]
+    if num_m >= 128:
+        texts += [
+            "tma 128 64 64 w4 s6 x1",
+            "tma 128 64 128 w4 s4 x1",
+            "tma 128 128 64 w4 s4 x1",
+            "tma 128 128 64 w8 s4 x1",
+            "tma 128 128 128 w8 s3 x1",
+            "tma 128 256 64 w8 s3 x1",
+            "tma 128 256 64 w8 s4 x1",
+            "tma 256 128 64 w8 s3 x1",
+        ]
+    if num_m > 128:
+        texts += ["rows 128 128 64 w8 s3 x1"]
+    tiles = [Tile.parse(t) for t in dict.fromkeys(texts)]
+    for split in (2, 4, 8):
+        if split <= num_leaves and num_m <= 512:
+            kind = "swap" if num_m <= 128 else "rows"
+            m = min(64, max(16, triton.next_power_of_2(num_m))) if kind == "swap" else 128
+            n = 64 if kind == "swap" else 128
+            tiles += [
+                Tile(kind=kind, m=m, n=n, k=k, warps=4 if kind == "swap" else 8, stages=3, split=split)
+                for k in ((64, 128) if kind == "swap" else (64,))
+            ]
+    return tiles
+
+
+def compile_one(job: tuple[str, int, str]) -> None:
+    """Run a tile once on a small product, so that its machine code is in Triton's cache on disk."""
+    name, leaves, text = job
+    tile = Tile.parse(text)
+    x, w = (torch.zeros(n, leaves * tile.k * 2, device="cuda", dtype=torch.bfloat16) for n in (tile.m, tile.n))
+    try:
+        if name == "row_linear":
+            row_linear.forward(x, w, leaves, tile)
+        else:
+            for dtype in (torch.bfloat16, torch.float32):
+                linear.forward(x, w, None, dtype, tile)
+    except Exception:  # shows again, and is reported, where the tile is measured
+        pass
+
+
+def compile_all(jobs: list[tuple[str, int, str]]) -> None:
+    """Compile on many cores: it takes longer than measuring."""
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs))
+
+
+def milliseconds(run, copies: list, repeats: int = 20) -> float:
+    """Median time of `run(copy)` in a replayed graph over copies of the operands."""
+    run(copies[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in copies:
+            run(copy)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / len(copies))
+    return sorted(times)[len(times) // 2]
+
+
+def measure(name: str, num_n: int, num_k: int, num_m: int, leaves: int, deadline: float) -> dict:
+    """Every candidate's time and differing elements for one shape."""
+    x = torch.randn(num_m, num_k, device="cuda").bfloat16()
+    bytes_of_one = 2 * num_n * num_k
+    copies = [
+        (torch.randn(num_n, num_k, device="cuda") / num_k**0.5).bfloat16()
+        for _ in range(max(1, min(24, 2 * L2_BYTES // bytes_of_one + 1)))
+    ]
+    native = milliseconds(lambda w: torch.mm(x, w.t()), copies)
+
+    def run(tile):
+        if name == "linear":
+            return lambda w: linear.forward(x, w, None, torch.bfloat16, tile)
+        return lambda w: row_linear.forward(x, w, leaves, tile)
+
+    result = {"op": name, "n": num_n, "k": num_k, "m": num_m, "leaves": leaves, "native_ms": native, "tiles": {}}
+    anchor = None
+    for tile in candidates(num_m, leaves):
+        if not tile.suits(num_n, num_k, leaves, True) or time.monotonic() > deadline:
+            continue
+        try:
+            if name == "linear":
+                bits = linear.forward(x, copies[0], None, torch.float32, tile)
+            else:
+                bits = run(tile)(copies[0])
+            anchor = bits if anchor is None else anchor
+            differing = int((bits.view(torch.int32) != anchor.view(torch.int32)).sum())
+            result["tiles"][str(tile)] = {"ms": milliseconds(run(tile), copies), "differing": differing}
+        except Exception as error:  # a tile that needs more than the chip has is simply no candidate
+            result["tiles"][str(tile)] = {"error": repr(error)[:120]}
+            torch.cuda.synchronize()
+    return result
+
+
+def best(result: dict) -> list[str]:
+    """Admitted tiles of a result, quickest first."""
+    timed = [(v["ms"], t) for t, v in result["tiles"].items() if v.get("differing") == 0]
+    return [tile for _ms, tile in sorted(timed)]
+
+
+def write_table(path: Path, results: list[dict]) -> None:
+    """Add the winners to a table, in front of its general rows."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    default, shapes = data["shapes"]["default"], {}
+    for result in sorted(results, key=lambda r: (r["n"], r["k"], r["m"], r["leaves"])):
+        rows = shapes.setdefault(f"{result['n']} {result['k']}", {})
+        rows.setdefault(result["m"], [])
+        rows[result["m"]] += [t for t in best(result)[:1] if t not in rows[result["m"]]]
+    lines = []
+    for shape, rows in shapes.items():
+        known = [[m, tiles] for m, tiles in sorted(rows.items()) if tiles]
+        if known:
+            known[-1][0] = None
+            lines.append(f"{json.dumps(shape)}: {json.dumps(known)}")
+    lines.append('"default": [\n' + ",\n".join(json.dumps(row) for row in default) + "\n]")
+    path.write_text('{\n"shapes": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=240, help="stop adding shapes after this long")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for tune.json and the tables")
+    parser.add_argument("--write", action="store_true", help="write the tables of the repository too")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    torch.manual_seed(0)
+    work = [("linear", shape, 1) for shapes in LINEAR.values() for shape in shapes]
+    work += [("row_linear", shape, leaves) for shapes in ROW_LINEAR.values() for shape in shapes for leaves in (1, 8)]
+    order = (16, 256, 4096, 64, 512, 1024, 128, 16384, 32)  # what matters most first, should time run out
+    jobs = [
+        (name, leaves, str(t))
+        for name, leaves in sorted({w[::2] for w in work})
+        for m in order
+        for t in candidates(m, leaves)
+    ]
+    begin = time.monotonic()
+    compile_all(list(dict.fromkeys(jobs)))
+    print(f"{len(set(jobs))} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    results = []
+    for num_m in order:
+        for name, (num_n, num_k), leaves in dict.fromkeys(work):
+            if time.monotonic() > deadline:
+                break
+            result = measure(name, num_n, num_k, num_m, leaves, deadline)
+            results.append(result)
+            first = (best(result) or ["none"])[0]
+            ms = result["tiles"].get(first, {}).get("ms", float("nan"))
+            flops = 2 * num_m * num_n * num_k
+            print(
+                f"{name:10} N {num_n:6} K {num_k:6} M {num_m:6} L {leaves}: cuBLAS {result['native_ms'] * 1e3:8.1f}  "
+                f"ours {ms * 1e3:8.1f} us, {ms / result['native_ms']:5.2f}, {flops / ms / 1e9:6.0f} TF/s, {first}",
+                flush=True,
+            )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "tune.json").write_text(json.dumps(results))
+    for name, module in (("linear", linear), ("row_linear", row_linear)):
+        mine, source = [r for r in results if r["op"] == name], Path(module.__file__).parent / "tiles.json"
+        copy = source if arguments.write else arguments.out / f"{name}_tiles.json"
+        copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        write_table(copy, mine)
+    refused = [
+        (r["op"], r["n"], r["k"], r["m"], t, v["differing"])
+        for r in results
+        for t, v in r["tiles"].items()
+        if v.get("differing")
+    ]
+    errors = sorted({(t, v["error"]) for r in results for t, v in r["tiles"].items() if "error" in v})
+    print(f"{len(results)} shapes; tiles that differ: {refused or 'none'}; tiles that did not run: {errors or 'none'}")
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""`isoexec bench layers`."""
+
+import argparse
+from pathlib import Path
+
+
+def _layers(arguments: argparse.Namespace) -> int:
+    from skyrl_isoexec.bench.layers import run  # torch and triton only where they are used
+
+    return run(arguments)
+
+
+def add_parser(groups: argparse._SubParsersAction) -> None:
+    """Adds the group to the `isoexec` parser; every command sets `run(arguments) -> exit code`."""
+    group = groups.add_parser("bench", help="time our operators beside the stock ones", description=__doc__)
+    verbs = group.add_subparsers(dest="verb", required=True, metavar="VERB")
+    layers = verbs.add_parser("layers", help="every operator on the shapes of real models, on this GPU")
+    layers.add_argument("--quick", action="store_true", help="a subset of models, operators and numbers of rows")
+    layers.add_argument("--seconds", type=float, default=1e9, help="stop adding rows after this long")
+    layers.add_argument("--models", nargs="*", help="default: all")
+    layers.add_argument("--out", type=Path, default=Path("bench_layers.json"), help="JSON with every number")
+    layers.set_defaults(run=_layers)
