@@ -109,6 +109,7 @@ class KernelsConfig:
             self.kv_partition > 0 and self.kv_partition % self.kv_block == 0,
             f"kernels.kv_partition {self.kv_partition} is not a multiple of kernels.kv_block {self.kv_block}",
         )
+        _require(self.kv_partition <= 2**20, f"kernels.kv_partition {self.kv_partition} is above {2**20}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ class RecipeConfig:
 
     def __post_init__(self) -> None:
         _require(self.steps > 0 and self.batch_size > 0, "task.base.steps and task.base.batch_size have to be positive")
-        _require(self.lr > 0, f"task.base.lr {self.lr} is not positive")
+        _require(0 < self.lr <= 1, f"task.base.lr {self.lr} is not in (0, 1]")
         _require(self.warmup_steps >= 0, f"task.base.warmup_steps {self.warmup_steps} is negative")
         _require(0 <= self.seed < 2**31, f"task.base.seed {self.seed} is not in [0, 2**31)")
         _require(0 <= self.label_smoothing < 1, f"task.base.label_smoothing {self.label_smoothing} is not in [0, 1)")

@@ -31,9 +31,14 @@ def vacant(folder: Path, *, checkpoints: Path | None) -> None:
             f"run_dir={folder} is not empty and {why}; name another folder, or go on in it with "
             "trainer.resume_mode=latest after a checkpoint was saved"
         )
-    above = next(path for path in folder.parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"run_dir={folder} cannot be made: {above} is not a folder to write in; name another folder")
+    if not can_be_made(folder):
+        raise ValueError(f"run_dir={folder} cannot be made: what is above it is not a folder to write in; name another")
+
+
+def can_be_made(folder: Path) -> bool:
+    """Whether a folder is there to be written in, or can be made. Nothing is made."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def claim(folder: Path) -> None:

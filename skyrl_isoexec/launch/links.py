@@ -83,17 +83,30 @@ FIXED: dict[str, Any] = {
     "trainer.fully_async.enabled": False,
     "trainer.fused_lm_head_logprob": False,
     "trainer.mtp.enabled": False,
+    "trainer.policy.inference_only_init": False,
     "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
 }
 """Settings of SkyRL's that have one value here: a layout or a feature that nothing has proven is refused."""
 
+OPTIMIZER = "trainer.policy.optimizer_config"
 NAMED: dict[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "tensor_parallel_size": "topology.engine.tp",
-    "seed": "trainer.seed",
+    f"{ARGUMENTS}.model": "model.path",
+    f"{ARGUMENTS}.tokenizer": "model.path",
+    f"{ARGUMENTS}.tensor_parallel_size": "topology.engine.tp",
+    f"{ARGUMENTS}.seed": "trainer.seed",
     **{
-        name: f"{ENGINE}.{name}"
+        f"{MEGATRON[0]}.optimizer_config_kwargs.{name}": f"{OPTIMIZER}.{key}"
+        for name, key in {
+            "lr": "lr",
+            "min_lr": "lr",
+            "weight_decay": "weight_decay",
+            "clip_grad": "max_grad_norm",
+            "adam_beta1": "adam_betas",
+            "adam_beta2": "adam_betas",
+        }.items()
+    },
+    **{
+        f"{ARGUMENTS}.{name}": f"{ENGINE}.{name}"
         for name in (
             "pipeline_parallel_size",
             "data_parallel_size",
@@ -109,7 +122,15 @@ NAMED: dict[str, str] = {
         )
     },
 }
-"""Arguments of vLLM's that have a key of their own: given as a bare argument, they would pass by every check of it."""
+"""Arguments of the hosts that have a key of their own: given bare, they would pass by every check of it."""
+TRANSFORMER = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
+    "gradient_accumulation_fusion",
+)
+"""Fields of Megatron's TransformerConfig that are a user's: the others follow from the checkpoint and the topology."""
 
 
 def get(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -155,9 +176,22 @@ def adopt(tree: Tree, given: Mapping[str, Any]) -> None:
     for key, value in FIXED.items():
         if get(tree, key, value) != value:
             raise ConfigError(f"{key}={get(tree, key)} is not supported here: it has to be {value}")
-    for name, key in NAMED.items():
-        if (argument := f"{ARGUMENTS}.{name}") in given:
-            raise ConfigError(f"{argument}={given[argument]}: this setting has a key of its own, set {key} instead")
+    for key, value in given.items():
+        bare(key, value)
+
+
+def bare(key: str, value: Any) -> None:
+    """Refuse a key, or one below it, that reaches a host past the setting's own name."""
+    for argument, own in NAMED.items():
+        if f"{key}.".startswith(f"{argument}."):
+            raise ConfigError(f"{key}={value}: this setting has a key of its own, set {own} instead")
+    for side in MEGATRON:
+        prefix = f"{side}.transformer_config_kwargs."
+        if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] not in TRANSFORMER:
+            raise ConfigError(
+                f"{key}={value}: it follows from the checkpoint and topology, leave it out "
+                f"(allowed are {', '.join(TRANSFORMER)})"
+            )
 
 
 def spread(tree: Tree) -> None:

@@ -48,7 +48,11 @@ VALUES = {
     f"{ENGINE}.max_num_seqs=0": "max_num_seqs=0 is not positive",
     f"{ENGINE}.max_num_batched_tokens=7": "max_num_batched_tokens=7 is below",
     f"{ENGINE}.router_init_kwargs.port=99999999": "is not a port",
-    f"{PARAMS}.temperature=-1": "temperature=-1 is not positive",
+    f"{PARAMS}.temperature=-1": "temperature=-1 is not between",
+    f"{PARAMS}.temperature=0.001": "temperature=0.001 is not between 0.01",
+    f"+{ENGINE}.engine_init_kwargs.num_gpu_blocks_override=0": "num_gpu_blocks_override=0 is not positive",
+    "generator.chat_template.name_or_path=foo": "Template name 'foo' not found",
+    "data.dataloader.num_workers=100000": "num_workers=100000 is not between",
     f"{PARAMS}.logprobs=null": "logprobs=null",
     f"{PARAMS}.logprobs=-1": "logprobs=-1",
     f"{PARAMS}.top_p=0.9": "top_p=0.9 changes the distribution",
@@ -68,6 +72,21 @@ def test_values_that_no_run_has(override: str, arm: str) -> None:
         check(launch, cfg)
 
 
+def test_a_warm_up_longer_than_the_epochs() -> None:
+    _, cfg = compose(["+exec=isoexec", "trainer.max_training_steps=null", "trainer.epochs=1"])
+    ranges.warmup(cfg, prompts=32 * 3)
+    with pytest.raises(ValueError, match="num_warmup_steps=8 is not below the run's 8 optimizer steps"):
+        ranges.warmup(cfg, prompts=32 * 3 - 1)
+
+
+@pytest.mark.parametrize("key", ["ckpt", "export"])
+def test_places_that_cannot_be_saved_in(key: str) -> None:
+    interval = {"ckpt": "ckpt_interval", "export": "hf_save_interval"}[key]
+    _, cfg = compose(["+exec=isoexec", f"trainer.{key}_path=/dev/null/x", f"trainer.{interval}=1"])
+    with pytest.raises(ValueError, match=f"trainer.{key}_path=/dev/null/x is not a folder"):
+        ranges.resume(cfg)
+
+
 def test_default_passes() -> None:
     for arm in ("isoexec", "native"):
         launch, cfg = compose([f"+exec={arm}"])
@@ -84,6 +103,7 @@ def test_default_passes() -> None:
         (["+exec=isoexec", "kernels.num_leaves=1024"], "kernels.num_leaves=1024: intermediate_size = 448"),
         (["+exec=isoexec", "topology.trainer.tp=32"], "topology.trainer.tp=32: num_heads = 8"),
         (["+exec=isoexec", "topology.engine.tp=8"], "topology.engine.tp=8: num_kv_heads = 4"),
+        (["+exec=isoexec", "model.shape.num_layers=100000"], "model.shape has about 30310 million parameters"),
         (["+exec=native", "topology.engine.tp=16"], "topology.engine.tp=16 does not divide the model"),
         (["+exec=native", "model.shape.head_dim=16"], "head_dim = 16 with exec=native"),
     ],

@@ -17,7 +17,7 @@ from ..config import LaunchConfig
 from ..task import DATA, is_embedded
 from ..task.env import ENV_ID
 from ..task.problems import row, split
-from .ranges import environment
+from .ranges import environment, warmup
 from .refusal import Refusal
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -60,6 +60,7 @@ def sources(launch: LaunchConfig, cfg: Any) -> list[Source]:
             f"{TRAIN} has {total} prompts, fewer than trainer.train_batch_size = {cfg.trainer.train_batch_size}; "
             "lower it, or give more data"
         )
+    warmup(cfg, total)
     return found + _loaded(EVALUATION, evaluated)
 
 

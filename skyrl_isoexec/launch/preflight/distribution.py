@@ -35,8 +35,6 @@ def sampling(cfg: Any) -> None:
                 f"{PARAMS}.additional_kwargs.{name} might change the distribution that is sampled from, and the "
                 f"trainer scores the whole one; leave it out (allowed are {', '.join(HARMLESS)})"
             )
-    if params.temperature <= 0:
-        raise Refusal(f"{PARAMS}.temperature={params.temperature} is not positive; set it above 0 for training")
     trained = cfg.trainer.algorithm.temperature
     if trained is not None and trained != params.temperature:
         raise Refusal(

@@ -21,6 +21,8 @@ from .refusal import Refusal
 
 ENGINE = "generator.inference_engine"
 GIVE = "give a Hugging Face checkpoint folder with config.json, safetensors and a tokenizer"
+LARGEST = 50 * 10**6
+"""Parameters of a base checkpoint that is still trained in minutes on a CPU."""
 NATIVE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's own attention on a CPU."""
 
@@ -29,6 +31,12 @@ def planned(launch: LaunchConfig) -> DecoderConfig:
     """The configuration of the base checkpoint that `model.shape` describes, known before it is trained."""
     shape = launch.model.shape
     assert shape is not None
+    size = shape.num_layers * shape.hidden_size * (4 * shape.num_heads * shape.head_dim + 3 * shape.intermediate_size)
+    if size > LARGEST:
+        raise Refusal(
+            f"model.shape has about {size // 10**6} million parameters, and up to {LARGEST // 10**6} are trained here; "
+            "lower its sizes, or name a checkpoint with model.path"
+        )
     return DecoderConfig(
         family=shape.family,
         vocab_size=len(SYMBOLS),
@@ -187,8 +195,11 @@ def lengths(cfg: Any, config: DecoderConfig) -> None:
 
 
 def scheduling(cfg: Any) -> None:
-    """Refuse a budget of tokens with which vLLM's scheduler does not start."""
+    """Refuse a budget of tokens or pages with which vLLM's scheduler does not start."""
     engine = cfg.generator.inference_engine
+    pages = engine.engine_init_kwargs.get("num_gpu_blocks_override", 1)
+    if type(pages) is not int or pages < 1:
+        raise Refusal(f"{ENGINE}.engine_init_kwargs.num_gpu_blocks_override={pages} is not positive; leave it out")
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         raise Refusal(
             f"{ENGINE}.max_num_batched_tokens={engine.max_num_batched_tokens} is below {ENGINE}.max_num_seqs="

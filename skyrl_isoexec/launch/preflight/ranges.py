@@ -9,10 +9,12 @@ from typing import Any
 
 import skyrl_gym
 from loguru import logger
+from skyrl.train.generators.utils import get_custom_chat_template
 from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.tracking import Tracking
 from skyrl.train.utils.trainer_utils import ResumeMode
 
+from .. import folder
 from ..task.env import ENV_ID
 from .refusal import Refusal
 
@@ -51,6 +53,8 @@ SWITCHES = (
 RANGES: dict[str, tuple[float, float]] = {
     "trainer.seed": (0, 2**31 - 1),
     "environment.skyrl_gym.max_env_workers": (0, 1024),
+    "data.dataloader.num_workers": (0, 1024),
+    f"{PARAMS}.temperature": (0.01, 100),
     f"{OPTIMIZER}.lr": (0, 1),
     f"{OPTIMIZER}.weight_decay": (0, 1),
     f"{OPTIMIZER}.max_grad_norm": (0, 1e9),
@@ -65,13 +69,14 @@ RANGES: dict[str, tuple[float, float]] = {
     f"{EVAL}.top_k": (-1, 2**31 - 1),
     f"{ENGINE}.gpu_memory_utilization": (1e-9, 1),
 }
-"""Lowest and highest value."""
+"""Lowest and highest value; below a temperature of 0.01, vLLM samples at 0.01 without a word."""
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "trainer.logger": tuple(Tracking.supported_backends),
     "trainer.resume_mode": tuple(mode.value for mode in ResumeMode),
     f"{ALGORITHM}.dynamic_sampling.type": (None, "filter", "replace"),
     f"{ALGORITHM}.kl_estimator_type": ("k1", "k2", "k3", "abs"),
     f"{ALGORITHM}.kl_ctrl.type": ("fixed", "adaptive"),
+    "generator.chat_template.source": ("name", "file"),
 }
 """Every name that the key may have."""
 
@@ -110,6 +115,13 @@ def names(cfg: Any) -> None:
     if tracker != "console" and importlib.util.find_spec(tracker) is None:
         raise Refusal(f"trainer.logger={tracker}, but the package {tracker} is not installed; set it to console")
     environment(cfg.environment.env_class, "environment.env_class")
+    template = cfg.generator.chat_template
+    try:
+        get_custom_chat_template(template)
+    except (ValueError, OSError) as error:
+        raise Refusal(
+            f"generator.chat_template.name_or_path={template.name_or_path}: {error}; set it to null"
+        ) from error
 
 
 def environment(name: Any, where: str) -> None:
@@ -120,24 +132,31 @@ def environment(name: Any, where: str) -> None:
 
 
 def updates(cfg: Any) -> None:
-    """Refuse batches that cannot be cut, and a warm-up longer than the run, against which Megatron asserts mutely."""
-    steps = cfg.trainer.max_training_steps
+    """Refuse batches that cannot be cut."""
     batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
     if mini > batch:
         raise Refusal(f"trainer.policy_mini_batch_size={mini} is more than trainer.train_batch_size={batch}; lower it")
-    if steps is None:
-        return
-    total = steps * (batch // mini) * cfg.trainer.update_epochs_per_batch
-    warmup = cfg.trainer.policy.optimizer_config.num_warmup_steps
-    if warmup >= total:
+
+
+def warmup(cfg: Any, prompts: int) -> None:
+    """Refuse a warm-up longer than the run over so many prompts, against which Megatron asserts mutely."""
+    batch, steps = cfg.trainer.train_batch_size, cfg.trainer.max_training_steps
+    steps = min(prompts // batch * cfg.trainer.epochs, steps or prompts * cfg.trainer.epochs)
+    total = steps * (batch // cfg.trainer.policy_mini_batch_size) * cfg.trainer.update_epochs_per_batch
+    asked = cfg.trainer.policy.optimizer_config.num_warmup_steps
+    if asked >= total:
         raise Refusal(
-            f"{OPTIMIZER}.num_warmup_steps={warmup} is not below the run's {total} optimizer steps "
-            "(trainer.max_training_steps, train_batch_size / policy_mini_batch_size); lower it"
+            f"{OPTIMIZER}.num_warmup_steps={asked} is not below the run's {total} optimizer steps "
+            "(trainer.max_training_steps or epochs, train_batch_size / policy_mini_batch_size); lower it"
         )
 
 
 def resume(cfg: Any) -> None:
-    """Refuse to resume from a checkpoint that is not there."""
+    """Refuse to resume from a checkpoint that is not there, and to save where no folder can be made."""
+    for key, interval in (("ckpt_path", "ckpt_interval"), ("export_path", "hf_save_interval")):
+        place = getattr(cfg.trainer, key)
+        if getattr(cfg.trainer, interval) > 0 and "://" not in place and not folder.can_be_made(Path(place)):
+            raise Refusal(f"trainer.{key}={place} is not a folder and cannot be made; name another one")
     path = cfg.trainer.resume_path
     if cfg.trainer.resume_mode == ResumeMode.FROM_PATH.value and (path is None or not Path(path).is_dir()):
         raise Refusal(f"trainer.resume_path={path} is not a folder; name the checkpoint's, or set resume_mode=latest")
