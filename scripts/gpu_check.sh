@@ -19,6 +19,8 @@ stage() { # name, seconds, command...
 
 : > "$out/stages.txt"
 stage host 30 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))'
+cat "$out/host.log"
+if grep -q 'exit [^0]' "$out/stages.txt"; then exit 1; fi # no device: nothing below would say anything
 parallel=$("$python" -c 'import xdist; print("-n 4")' 2> /dev/null)
 # compilation is most of a first run: several processes share the GPU and the cache of compiled kernels
 stage tests_product 230 "$python" -m pytest tests/gpu/test_product.py -q $parallel --timeout 200 -p no:cacheprovider &
@@ -29,7 +31,7 @@ stage tune 170 "$python" scripts/tune_sm90.py --seconds 150 --out "$out"
 stage bench 110 "$python" -m skyrl_isoexec.bench layers --quick --seconds 95 --out "$out/bench.json"
 for log in tests_product tests_rows tests_attention; do
     echo "== $log"
-    grep -E "^(FAILED|ERROR)|^E  |passed|failed" "$out/$log.log" | cut -c1-220 | tail -25
+    grep -E "^(FAILED|ERROR)|^E  |passed|failed|skipped" "$out/$log.log" | cut -c1-220 | tail -25
 done
 echo "== tune"
 tail -45 "$out/tune.log" | cut -c1-170
@@ -37,3 +39,4 @@ echo "== bench"
 tail -60 "$out/bench.log" | cut -c1-170
 echo "== stages"
 cat "$out/stages.txt"
+if grep -q "exit [^0]" "$out/stages.txt"; then exit 1; fi
