@@ -18,11 +18,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.sequence import IntermediateTensors
 
 from skyrl_isoexec.kernels.bundle import load_kernels
-from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import Decoder
-from skyrl_isoexec.model.families import lookup
-from skyrl_isoexec.runtimes.vllm.attention import bind
+from skyrl_isoexec.runtimes.vllm.attention import PagedMetadata, bind
 from skyrl_isoexec.runtimes.vllm.axes import tensor_axis
+from skyrl_isoexec.runtimes.vllm.checks import check_contract, check_engine, read_model_config
 from skyrl_isoexec.runtimes.vllm.install import install_log_softmax, installed_log_softmax
 from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
 from skyrl_isoexec.runtimes.vllm.weights import WeightLoader
@@ -35,6 +34,8 @@ class IsoExecForCausalLM(Decoder):
         settings = EngineSettings.from_additional_config(vllm_config.additional_config)
         config = read_model_config(vllm_config, settings)
         check_engine(vllm_config, config, settings)
+        if settings.contract is not None:
+            check_contract(vllm_config, config, settings.decoded)
         kernels = load_kernels(settings.kernels, settings.schedule)
         device = vllm_config.device_config.device
         super().__init__(config, kernels, tensor_axis(), settings.schedule, device=device)
@@ -84,8 +85,7 @@ class IsoExecForCausalLM(Decoder):
                 if value is not None
             ]
             raise TypeError(f"IsoExecForCausalLM takes token ids and positions; it was given {given}")
-        if get_forward_context().attn_metadata is not None:
-            self._check_ready()
+        self.kernels.case = self._case(get_forward_context().attn_metadata)
         return self.layers(self.embed_input_ids(input_ids), positions, self.attend)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -97,6 +97,13 @@ class IsoExecForCausalLM(Decoder):
         self.loader.accept(weights)
         return set(self.loader.homes)
 
+    def _case(self, metadata: dict[str, PagedMetadata] | None) -> str | None:
+        """The contract's case of a step, which lasts until its tokens are sampled; None for a dummy run."""
+        if metadata is None:
+            return None
+        self._check_ready()
+        return metadata[self.pages[0].layer_name].case
+
     def _check_ready(self) -> None:
         if not self.loader.complete or self.loader.received:
             raise RuntimeError(
@@ -105,33 +112,3 @@ class IsoExecForCausalLM(Decoder):
             )
         if installed_log_softmax() is not self.kernels.logprobs:
             raise RuntimeError("another model of this process replaced the log-softmax; run one engine per process")
-
-
-def read_model_config(vllm_config: VllmConfig, settings: EngineSettings) -> DecoderConfig:
-    """The decoder's configuration, in the engine's dtype; refuses a checkpoint of another family than the settings'."""
-    model = vllm_config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    return lookup(settings.family).from_hf(model.hf_config.to_dict(), dtype=dtype)
-
-
-def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: EngineSettings) -> None:
-    """Refuse (ValueError) options of the engine that this model does not compute exactly, naming them."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    block = settings.schedule.kv_block
-    rules = (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
-        ("quantization", model.quantization, model.quantization is None, "none"),
-        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto"),
-        ("enable_lora", vllm_config.lora_config is not None, vllm_config.lora_config is None, "off"),
-        ("speculative_config", vllm_config.speculative_config, vllm_config.speculative_config is None, "none"),
-        ("block_size", cache.block_size, cache.block_size % block == 0, f"a multiple of schedule.kv_block = {block}"),
-        (
-            "max_model_len",
-            model.max_model_len,
-            model.max_model_len <= config.max_position,
-            f"at most max_position_embeddings = {config.max_position}",
-        ),
-    )
-    for name, value, holds, supported in rules:
-        if not holds:
-            raise ValueError(f"engine option {name} = {value!r} is not supported; supported: {supported}")

@@ -25,6 +25,9 @@ from vllm.v1.attention.backend import (
 
 from skyrl_isoexec.kernels.bundle import Kernels
 
+RESUMABLE, CONTINUED = "engine_prefill", "engine_decode"
+"""The contract's names of the two ways in which an engine computes."""
+
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
@@ -38,6 +41,8 @@ class PagedMetadata(AttentionMetadata):
     """int32 [R], with the tokens of this step."""
     slots_T: torch.Tensor
     """int64, where each token's key and value go."""
+    case: str
+    """`CONTINUED` if every request has one token and a cached context, else `RESUMABLE`."""
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -58,7 +63,15 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
             query_start=common.query_start_loc,
             seq_lens=common.seq_lens,
             slots_T=common.slot_mapping[: common.num_actual_tokens],
+            case=CONTINUED if common.max_query_len == 1 and not _any_fresh(common) else RESUMABLE,
         )
+
+
+def _any_fresh(common: CommonAttentionMetadata) -> bool:
+    """Whether a request of one token has no other; asks no device."""
+    lens = common.seq_lens_cpu_upper_bound
+    lens = common.seq_lens if lens is None else lens  # without a device they are the same memory
+    return bool((lens[: common.num_reqs] == 1).any())
 
 
 class PagedAttention(AttentionImpl[PagedMetadata]):

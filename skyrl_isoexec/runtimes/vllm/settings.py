@@ -1,20 +1,30 @@
 """What the engine is told: the strict form of `additional_config["isoexec"]`, and the host's arguments and environment.
 
-Needs no vLLM, so that a launcher can compose and check an engine before it starts one.
+There are two forms. With a contract, its text is all that is passed, and everything else is read from it; without one,
+for offline use, the choices are passed by name, and no other process is promised the same ones.
+
+Needs no vLLM and no torch, so that a launcher can compose and check an engine before it starts one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from skyrl_isoexec.contract import Contract, decode, digest, validate
+from skyrl_isoexec.kernels.selection import select
 from skyrl_isoexec.schedule import Schedule
 
 ARCHITECTURE = "IsoExecForCausalLM"
 KEY = "isoexec"
 FACTS_EXTENSION = "skyrl_isoexec.runtimes.vllm.facts.FactsExtension"
 TRANSFER_BACKEND = "gloo"
+
+WORKERS = {
+    "cpu": "skyrl_isoexec.runtimes.vllm.cpu_worker.GuardedCPUWorker",
+    "cuda": "skyrl_isoexec.runtimes.vllm.cuda_worker.GuardedWorker",
+}
 
 CONFIG_FORMAT = "isoexec"
 STAND_INS = {"mimo": "qwen2"}
@@ -33,38 +43,57 @@ several workers share the cores of one machine.
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Which model, which kernels and which order of arithmetic an engine computes."""
+    """Which model, which kernels and which order of arithmetic an engine computes, and for whom."""
 
     family: str
     """Name of a family under `model/families`."""
-    kernels: str
-    """Name of an implementation set, for `load_kernels`."""
+    kernels: str | Mapping[str, str]
+    """For `load_kernels`: name of an implementation set, or operator -> name of its file."""
     schedule: Schedule
+    enforce: bool = False
+    """Whether only requests of the committed epoch are served, see `guard`."""
+    contract: str | None = None
+    """Canonical JSON of the contract that the three choices come from; made by `settings_from_contract`."""
+
+    @property
+    def decoded(self) -> Contract | None:
+        """The contract as data."""
+        return None if self.contract is None else decode(self.contract)
+
+    @property
+    def contract_digest(self) -> str | None:
+        """SHA-256 of the contract, from the text that came."""
+        return None if self.contract is None else digest(decode(self.contract))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `additional_config`."""
-        return {"family": self.family, "kernels": self.kernels, "schedule": self.schedule.to_dict()}
+        if self.contract is not None:
+            return {"contract": self.contract, "enforce": self.enforce}
+        kernels = self.kernels if isinstance(self.kernels, str) else dict(self.kernels)
+        chosen = {"family": self.family, "kernels": kernels, "schedule": self.schedule.to_dict()}
+        return {"contract": None, "enforce": self.enforce} | chosen
 
     @classmethod
     def from_additional_config(cls, additional: Mapping[str, Any]) -> EngineSettings:
         """The settings under `KEY`; ValueError names what is missing, unknown or of the wrong type."""
         if KEY not in additional:
             raise ValueError(f'additional_config["{KEY}"] is missing: {ARCHITECTURE} has no settings of its own')
-        given, known = additional[KEY], {field.name for field in fields(cls)}
+        given = additional[KEY]
         if not isinstance(given, Mapping):
             raise ValueError(f'additional_config["{KEY}"] is {given!r}, not a mapping')
-        unknown, missing = sorted(given.keys() - known), sorted(known - given.keys())
+        known = dict(BY_CONTRACT if given.get("contract") is not None else BY_NAME)
+        unknown, missing = sorted(given.keys() - known.keys()), sorted(known.keys() - given.keys())
         if unknown or missing:
             raise ValueError(f'additional_config["{KEY}"]: unknown keys {unknown}, missing keys {missing}')
-        for name in ("family", "kernels"):
-            if not isinstance(given[name], str):
-                raise ValueError(f'additional_config["{KEY}"]["{name}"] is {given[name]!r}, not a string')
-        if not isinstance(given["schedule"], Mapping):
-            raise ValueError(f'additional_config["{KEY}"]["schedule"] is {given["schedule"]!r}, not a mapping')
+        for name, (kinds, needed) in known.items():
+            if not isinstance(given[name], kinds):
+                raise ValueError(f'additional_config["{KEY}"]["{name}"] is {given[name]!r}, not {needed}')
+        if given["contract"] is not None:
+            return settings_from_contract(given["contract"], enforce=given["enforce"])
         schedule = Schedule.from_dict(dict(given["schedule"]))
-        return cls(family=given["family"], kernels=given["kernels"], schedule=schedule)
+        return cls(family=given["family"], kernels=given["kernels"], schedule=schedule, enforce=given["enforce"])
 
-    def engine_arguments(self, *, dtype: str) -> dict[str, Any]:
+    def engine_arguments(self, *, dtype: str, device: str = "cpu") -> dict[str, Any]:
         """Arguments of vLLM's engine that select this model; the caller adds its own sizes, degrees and sampling mode.
 
         `dtype` is explicit because vLLM's "auto" turns a float32 checkpoint into bfloat16 on the CPU.
@@ -74,5 +103,37 @@ class EngineSettings:
             "dtype": dtype,
             "hf_overrides": {"architectures": [ARCHITECTURE]},
             "additional_config": {KEY: self.to_dict()},
+            "worker_cls": worker_class(device),
             "worker_extension_cls": FACTS_EXTENSION,
         }
+
+
+BY_CONTRACT: Mapping[str, tuple[Any, str]] = {
+    "contract": (str, "a string"),
+    "enforce": (bool, "true or false"),
+}
+BY_NAME: Mapping[str, tuple[Any, str]] = {
+    "contract": (type(None), "null"),
+    "enforce": (bool, "true or false"),
+    "family": (str, "a string"),
+    "kernels": ((str, Mapping), "a string or a mapping"),
+    "schedule": (Mapping, "a mapping"),
+}
+"""Keys of the two forms -> (types, their name)."""
+
+
+def settings_from_contract(text: str, *, enforce: bool) -> EngineSettings:
+    """What the contract says of an engine. ContractError if it is not valid, or needs two kernels for one operator."""
+    contract = decode(text)
+    validate(contract)
+    kernels, schedule = select(contract, "engine")
+    return EngineSettings(
+        family=contract.model.family, kernels=kernels, schedule=schedule, enforce=enforce, contract=text
+    )
+
+
+def worker_class(device: str) -> str:
+    """The engine argument `worker_cls` for "cpu" or "cuda"; ValueError for another device."""
+    if device not in WORKERS:
+        raise ValueError(f"device is {device!r}; supported: {', '.join(WORKERS)}")
+    return WORKERS[device]

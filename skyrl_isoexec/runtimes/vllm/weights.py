@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +24,7 @@ from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
 from skyrl_isoexec.model.families import lookup
 from skyrl_isoexec.model.weights import LoadError, layout
 from skyrl_isoexec.runtimes.vllm.transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
+from skyrl_isoexec.schedule.bits import bit_view
 
 MAX_NAMES = 20
 
@@ -43,6 +45,8 @@ class WeightLoader:
         self.received: set[str] = set()
         self.complete = False
         self.held_back = False
+        self.on_write: Callable[[], None] | None = None
+        """Called when tensors come, before any is written."""
         self._tied_head: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -51,6 +55,8 @@ class WeightLoader:
 
         When they complete the set, and vLLM does not hold the parameters back, the set is finished here.
         """
+        if self.on_write is not None:
+            self.on_write()
         if not self.received:
             self.held_back = any(getattr(*home).is_meta for homes in self.homes.values() for home in homes)
         for name, tensor in tensors:
@@ -104,12 +110,35 @@ class WeightLoader:
             self.complete = False
             raise LoadError(f"{HEAD_NAME} differs from {EMBEDDING_NAME}, but the configuration ties them")
 
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of the bytes of this rank's part of every parameter."""
+    def arrived(self) -> dict[str, dict[str, Any]]:
+        """For every parameter: which part of the whole tensor this rank holds, and the SHA-256 of its bytes."""
+        rank = self.decoder.axis.rank
         return {
-            name: hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+            name: {
+                "dim": p.shard.dim,
+                "parts": p.shard.parts,
+                "rank": rank if p.shard.dim is not None else 0,
+                "shape": list(p.shape),
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "sha256": hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest(),
+            }
             for name, p in self.parameters.items()
         }
+
+    def check(self) -> None:
+        """LoadError unless a whole set is in place, and every derived layout is the one of its weight."""
+        if not self.complete or self.received:
+            raise LoadError(f"the weights are incomplete: {len(self.received)} of {len(self.homes)} tensors have come")
+        stale = [name for name, module in self.decoder.named_modules() if not _packed_is_fresh(module)]
+        if stale:
+            raise LoadError(f"layouts derived from other weights than those in place: {', '.join(stale[:MAX_NAMES])}")
+
+
+def _packed_is_fresh(module: torch.nn.Module) -> bool:
+    packed = getattr(module, "packed", None)
+    if packed is None:
+        return True
+    return torch.equal(bit_view(module.place.kernels.pack(module.weight.detach())), bit_view(packed))
 
 
 def _make_loader(rank: int) -> Callable[[torch.nn.Parameter, torch.Tensor], None]:

@@ -77,7 +77,7 @@ def host() -> Iterator[None]:
 
     environment = dict(os.environ)
     replaced = [(torch, "set_num_threads"), (torch.accelerator, "synchronize"), (torch.accelerator, "empty_cache")]
-    originals = [getattr(owner, name) for owner, name in replaced]
+    originals, dtype = [getattr(owner, name) for owner, name in replaced], torch.get_default_dtype()
     torch.set_num_threads(1)
     os.environ.update(CPU_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     yield
@@ -89,6 +89,7 @@ def host() -> Iterator[None]:
     cleanup_dist_env_and_memory()
     for (owner, name), original in zip(replaced, originals, strict=True):
         setattr(owner, name, original)  # a CPU worker of vLLM replaces them
+    torch.set_default_dtype(dtype)  # vLLM leaves its own behind when an engine does not start
     os.environ.clear()
     os.environ.update(environment)
 
@@ -123,6 +124,62 @@ def engine_arguments(dtype: str, num_leaves: int = 2, family: str = "qwen3") -> 
 def arguments(host: None) -> Callable[..., dict[str, object]]:
     """See `engine_arguments`."""
     return engine_arguments
+
+
+@pytest.fixture(scope="session")
+def contract(checkpoint: Callable[..., Path]) -> Callable[..., object]:
+    """contract(dtype, tp=1, num_leaves=2, **changes of the checkpoint) -> a valid Contract for its engine here.
+
+    Digests and versions are this machine's; the gates that it names were not run.
+    """
+    from skyrl_isoexec import contract as c
+    from skyrl_isoexec.kernels.bundle import OPS
+    from skyrl_isoexec.kernels.sources import impl_source
+    from skyrl_isoexec.model.checkpoint import read_config
+    from skyrl_isoexec.model.facts import model_fields, source_digests, version
+    from skyrl_isoexec.model.families import from_hf
+    from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT
+
+    def gate(op: str) -> str:
+        return f"gates/cpu/{op}@{'0' * 16}"
+
+    def make(dtype: str, tp: int = 1, num_leaves: int = 2, **changes: object):
+        config = from_hf(read_config(checkpoint(dtype, **changes)))
+        constants = {
+            "attention": {"kv_block": 16, "kv_partition": 512},
+            "logprob": {"num_leaves": num_leaves, "temperature": c.float_bits(1.0)},
+            "row_linear": {"num_leaves": num_leaves},
+        }
+        impls = {op: c.Impl(id=f"{op}.cpu", version=1, arch="cpu", source=impl_source(f"{op}.cpu")) for op in OPS}
+        impls["decoder"] = c.Impl(id="decoder.torch", version=1, arch="cpu", source=source_digests()["model"])
+        axes = {"dp": (1, 2), "tp": (1, 2)}
+        return c.seal(
+            c.Contract(
+                model=c.Model(family=config.family, dtype=dtype, ops=tuple(impls), fields=model_fields(config)),
+                composition=tuple(
+                    c.Entry(region=(op,), cases=c.CASE_NAMES, impl=impl, constants=constants.get(op, {}), gate=gate(op))
+                    for op, impl in impls.items()
+                ),
+                versions={name: version(name) for name in ("torch", "numba", "vllm")},
+                sources=source_digests() | {"patches/vllm": "0" * 64},
+                claims=c.Claims(
+                    topology=tuple(
+                        c.TopologyClaim(axis=axis, kind="invariant", degrees=axes[axis], proof=(gate("decoder"),))
+                        if axis in axes
+                        else c.TopologyClaim(axis=axis, kind="pinned", degrees=(1,))
+                        for axis in c.AXES
+                    ),
+                    state=tuple(c.StateClaim(state=state, invalidated_by=("weight_sync",)) for state in c.STATES),
+                ),
+                deployment={
+                    "engine": {"tp": tp, "num": 1},
+                    "trainer": {"tp": 1, "pp": 1, "dp": 1},
+                    "environment": {**CPU_ENVIRONMENT, "NUMBA_OPT": None},
+                },
+            )
+        )
+
+    return make
 
 
 class Reference:

@@ -40,9 +40,8 @@ def test_families(start, checkpoint, reference, prompts, generate, compare, fami
     engine = start(folder, "bfloat16", family=family)
     mismatched, compared = compare(reference(folder), prompts, generate(engine, prompts))
     assert mismatched == 0 and compared == 32 * len(prompts)
-    (facts,) = engine.collective_rpc("isoexec_facts")
-    assert facts["model"] == families.from_hf(read_config(folder)).to_dict()
-    assert facts["model"]["family"] == family
+    (config,) = engine.apply_model(lambda model: model.config)
+    assert config == families.from_hf(read_config(folder)) and config.family == family
 
 
 def test_another_family_than_the_checkpoints(start, checkpoint) -> None:

@@ -17,6 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from skyrl_isoexec.contract import digest  # noqa: E402
+from skyrl_isoexec.kernels.bundle import OPS  # noqa: E402
+from skyrl_isoexec.patching import series_digest  # noqa: E402
 from skyrl_isoexec.schedule.bits import count_mismatches  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -34,15 +37,26 @@ def check(expected: Any, prompts: list[list[int]], results: list[dict[str, Any]]
     assert count_mismatches(torch.tensor(got), torch.tensor(want)) == (0, 32 * len(prompts))
 
 
-def test_two_workers_equal_one(arguments, checkpoint, reference, prompts) -> None:
+def of_contract(contract, dtype: str) -> dict[str, Any]:
+    """Engine arguments of two workers that were handed a contract and serve committed weights only."""
+    from skyrl_isoexec.contract import encode
+    from skyrl_isoexec.runtimes.vllm.settings import settings_from_contract
+
+    text = encode(contract(dtype, tp=2)).decode()
+    return settings_from_contract(text, enforce=True).engine_arguments(dtype=dtype) | TWO_WORKERS
+
+
+def test_two_workers_equal_one(arguments, checkpoint, contract, reference, prompts) -> None:
     """TP=2 through vLLM's processes and collectives against the whole decoder, before and after an update."""
     old, new = checkpoint("float32"), checkpoint("float32", seed=1)
+    made = digest(contract("float32", tp=2))
     task = {
         "checkpoint": str(old),
         "new_checkpoint": str(new),
         "prompts": prompts,
+        "contract": made,
         "arguments": arguments("float32")
-        | TWO_WORKERS
+        | of_contract(contract, "float32")
         | {"max_num_batched_tokens": 24, "weight_transfer_config": {"backend": "gloo"}},
     }
     program = Path(__file__).with_name("two_workers.py")
@@ -52,11 +66,12 @@ def test_two_workers_equal_one(arguments, checkpoint, reference, prompts) -> Non
     result = json.loads(found[0].removeprefix("RESULT"))
     check(reference(old), prompts, result["before"])
     check(reference(new), prompts, result["after"])
-    assert [facts["tp"] for facts in result["facts"]] == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
-    assert all(facts["log_softmax_is_ours"] and facts["weights_complete"] for facts in result["facts"])
-    assert len({facts["pid"] for facts in result["facts"]}) == 2
+    first, second = result["facts"]
+    assert first == second and first["degree.tp"] == 2 and first["contract.digest"] == made
+    assert first["plugin.log_softmax"] and first["patch.vllm"] == series_digest("vllm")
+    assert result["served"][0] == result["served"][1] and len(result["served"][0]) == 2 * len(OPS)
     for name, tensor in reference(new).decoder.named_parameters():
-        for worker in result["digests"]:
+        for worker in result["arrived"]:
             part = worker[name]
             piece = tensor.detach() if part["dim"] is None else tensor.detach().chunk(2, part["dim"])[part["rank"]]
             data = piece.contiguous().view(torch.uint8).numpy().tobytes()
@@ -73,14 +88,14 @@ def call(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.fixture
-def server(arguments, checkpoint, tmp_path):
-    """vLLM's own server with two workers over the bfloat16 checkpoint: its address."""
+def server(arguments, checkpoint, contract, tmp_path):
+    """vLLM's own server with two workers over the bfloat16 checkpoint: its address, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint("bfloat16"))]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    for name, value in (arguments("bfloat16") | TWO_WORKERS).items():
+    for name, value in (arguments("bfloat16") | of_contract(contract, "bfloat16")).items():
         option = "--" + name.replace("_", "-")
         if value is True:
             command += [option]
@@ -100,24 +115,38 @@ def server(arguments, checkpoint, tmp_path):
                 call(url + "/version")
                 break
             time.sleep(0.5)
-        yield url
+        yield url, log
     finally:
         process.terminate()
         process.wait(60)
 
 
-def test_http(server, checkpoint, reference, prompts) -> None:
-    """Tokens in, tokens and log-probabilities out, as JSON; facts over the same address."""
+def test_http(server, checkpoint, contract, reference, prompts) -> None:
+    """Tokens in, tokens and log-probabilities out, as JSON; facts and syncs over the same address."""
+    url, log = server
+
+    def rpc(method: str, **arguments: Any) -> list[dict[str, Any]]:
+        return call(url + "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
+
+    def generate(prompt: list[int], **extra: Any) -> dict[str, Any]:
+        sampling = {"max_tokens": 32, "logprobs": 0, "ignore_eos": True, "seed": 3} | extra
+        return call(url + "/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})["choices"][0]
+
+    made = digest(contract("bfloat16", tp=2))
+    assert rpc("isoexec_begin_sync", epoch=7) == [{"begun": 7}] * 2
+    assert [part["lm_head.weight"]["rank"] for part in rpc("isoexec_arrived")] == [0, 1]
+    assert rpc("isoexec_commit", epoch=7, contract_digest=made) == [{"committed": 7}] * 2
     results = []
     for prompt in prompts:
-        sampling = {"max_tokens": 32, "logprobs": 0, "ignore_eos": True, "seed": 3}
-        reply = call(server + "/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})
-        choice = reply["choices"][0]
+        choice = generate(prompt, extra_args={"isoexec_epoch": 7})
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         results.append({"tokens": choice["token_ids"], "logprobs": logprobs})
     check(reference(checkpoint("bfloat16")), prompts, results)
-    workers = call(server + "/collective_rpc", {"method": "isoexec_facts"})["results"]
-    assert [facts["tp"]["rank"] for facts in workers] == [0, 1]
-    for facts in workers:
-        assert facts["architecture"] == "IsoExecForCausalLM" and facts["log_softmax_is_ours"]
-        assert facts["environment"]["TORCHDYNAMO_DISABLE"] == "1"
+    first, second = rpc("isoexec_facts")
+    assert first == second and first["contract.digest"] == made and first["environment.TORCHDYNAMO_DISABLE"] == "1"
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        rpc("isoexec_commit", epoch=8, contract_digest="f00d")
+    assert "isoexec refused: isoexec_commit: contract_digest is 'f00d'" in refusal.value.read().decode()
+    with pytest.raises(urllib.error.URLError):
+        generate(prompts[0])
+    assert "isoexec refused: request" in log.read_text() and "isoexec_epoch is None" in log.read_text()

@@ -6,18 +6,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-GOOD = {"family": "qwen3", "kernels": "cpu", "schedule": {"num_leaves": 2, "kv_block": 16, "kv_partition": 512}}
+GOOD = {
+    "contract": None,
+    "enforce": False,
+    "family": "qwen3",
+    "kernels": "cpu",
+    "schedule": {"num_leaves": 2, "kv_block": 16, "kv_partition": 512},
+}
 
 
 def changed(**parts: object) -> dict:
     return {"isoexec": GOOD | parts}
 
 
+def without(key: str) -> dict:
+    return {"isoexec": {name: value for name, value in GOOD.items() if name != key}}
+
+
 BAD = {
     "absent": ({}, '"isoexec"\\] is missing'),
     "not a mapping": ({"isoexec": "qwen3"}, "not a mapping"),
     "unknown key": (changed(sede=1), "unknown keys \\['sede'\\]"),
-    "missing key": ({"isoexec": {"family": "qwen3", "schedule": GOOD["schedule"]}}, "missing keys \\['kernels'\\]"),
+    "missing key": (without("kernels"), "missing keys \\['kernels'\\]"),
+    "nothing said of requests": (without("enforce"), "keys \\['enforce'\\]"),
+    "a number for a truth value": (changed(enforce=1), '"enforce"\\] is 1'),
+    "a contract and choices": (changed(contract="{}"), "unknown keys \\['family', 'kernels', 'schedule'\\]"),
+    "no contract": ({"isoexec": {"contract": "{}", "enforce": True}}, "composition"),
     "wrong type": (changed(kernels=3), '"kernels"\\] is 3'),
     "unknown constant": (changed(schedule=GOOD["schedule"] | {"kv_blok": 1}), "kv_blok"),
     "missing constant": (changed(schedule={"num_leaves": 2}), "kv_block"),
@@ -43,6 +57,11 @@ def test_settings_round_trip() -> None:
     assert EngineSettings.from_additional_config(arguments["additional_config"]) == settings
     assert arguments["hf_overrides"] == {"architectures": ["IsoExecForCausalLM"]}
     assert arguments["dtype"] == "bfloat16"
+    assert arguments["worker_cls"] == "skyrl_isoexec.runtimes.vllm.cpu_worker.GuardedCPUWorker"
+    cuda = settings.engine_arguments(dtype="bfloat16", device="cuda")
+    assert cuda["worker_cls"] == "skyrl_isoexec.runtimes.vllm.cuda_worker.GuardedWorker"
+    with pytest.raises(ValueError, match="device is 'tpu'; supported: cpu, cuda"):
+        settings.engine_arguments(dtype="bfloat16", device="tpu")
 
 
 REFUSED = {
@@ -51,6 +70,7 @@ REFUSED = {
     "settings": {"additional_config": {"isoexec": GOOD | {"kernel": "cpu"}}},
     "family": {"additional_config": {"isoexec": GOOD | {"family": "qwen9"}}},
     "kernels": {"additional_config": {"isoexec": GOOD | {"kernels": "cpus"}}},
+    "worker_cls": {"additional_config": {"isoexec": GOOD | {"enforce": True}}, "worker_cls": "auto"},
 }
 
 
@@ -69,23 +89,6 @@ def test_one_engine_a_process(start, checkpoint, generate) -> None:
     assert generate(second, [[1, 2, 3]])
     with pytest.raises(Exception, match="one engine per process"):
         generate(first, [[1, 2, 3]])
-
-
-def test_facts(start, checkpoint) -> None:
-    """Plain data that says which functions are bound, and that the plugin is there."""
-    engine = start(checkpoint("float32"), "float32")
-    (facts,) = engine.collective_rpc("isoexec_facts")
-    assert json.loads(json.dumps(facts)) == facts
-    assert facts["architecture"] == "IsoExecForCausalLM" and facts["isoexec"] == GOOD
-    assert facts["plugin"]["architecture"] and facts["plugin"]["attention"] and facts["plugin"]["transfer"]
-    assert any("skyrl_isoexec.runtimes.vllm.install:register" in p for p in facts["plugin"]["entry_points"])
-    assert facts["tp"] == {"rank": 0, "size": 1}
-    assert facts["patches"]["vllm"]["num_patches"] >= 4
-    assert facts["log_softmax_is_ours"] and facts["weights_complete"]
-    assert facts["log_softmax"] == facts["kernels"]["logprobs"]
-    assert facts["kernels"]["linear"].startswith("skyrl_isoexec.kernels.")
-    assert facts["model"]["dtype"] == facts["engine"]["dtype"] == facts["attention"]["cache_dtype"] == "float32"
-    assert facts["versions"]["torch"] and facts["pid"] > 0
 
 
 def test_native_engines_are_left_alone(host, checkpoint) -> None:

@@ -10,11 +10,11 @@ import threading
 from typing import Any
 
 
-def run(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Sampled tokens, and their log-probabilities as numbers."""
+def run(engine: Any, prompts: list[list[int]], epoch: int) -> list[dict[str, Any]]:
+    """Sampled tokens, and their log-probabilities as numbers, from weights of `epoch`."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, seed=5)
+    params = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, seed=5, extra_args={"isoexec_epoch": epoch})
     outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     sampled = [output.outputs[0] for output in outputs]
     return [
@@ -64,13 +64,20 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     engine = LLM(task["checkpoint"], **task["arguments"])
-    before = run(engine, task["prompts"])
+    engine.collective_rpc("isoexec_begin_sync", args=(0,))  # of the weights that it has loaded
+    engine.collective_rpc("isoexec_arrived")
+    engine.collective_rpc("isoexec_commit", args=(0, task["contract"]))
+    before = run(engine, task["prompts"], 0)
+    engine.collective_rpc("isoexec_begin_sync", args=(1,))
     update(engine, task["new_checkpoint"])
+    arrived = engine.collective_rpc("isoexec_arrived")
+    engine.collective_rpc("isoexec_commit", args=(1, task["contract"]))
     return {
         "before": before,
-        "after": run(engine, task["prompts"]),
+        "after": run(engine, task["prompts"], 1),
         "facts": engine.collective_rpc("isoexec_facts"),
-        "digests": engine.collective_rpc("isoexec_weight_digests"),
+        "served": engine.collective_rpc("isoexec_served"),
+        "arrived": arrived,
     }
 
 

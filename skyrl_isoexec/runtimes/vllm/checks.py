@@ -1,0 +1,75 @@
+"""What is refused before a model is built: options that it cannot compute exactly, and the contract of another one."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+
+from skyrl_isoexec.contract import Contract
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.facts import model_fields
+from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.runtimes.vllm.settings import WORKERS, EngineSettings
+
+
+def read_model_config(vllm_config: VllmConfig, settings: EngineSettings) -> DecoderConfig:
+    """The decoder's configuration, in the engine's dtype; refuses a checkpoint of another family than the settings'."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return lookup(settings.family).from_hf(model.hf_config.to_dict(), dtype=dtype)
+
+
+def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: EngineSettings) -> None:
+    """Refuse (ValueError) options of the engine that this model does not compute exactly, naming them."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    block = settings.schedule.kv_block
+    rules = (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
+        ("quantization", model.quantization, model.quantization is None, "none"),
+        ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto"),
+        ("enable_lora", vllm_config.lora_config is not None, vllm_config.lora_config is None, "off"),
+        ("speculative_config", vllm_config.speculative_config, vllm_config.speculative_config is None, "none"),
+        (
+            "worker_cls",
+            parallel.worker_cls,
+            not settings.enforce or parallel.worker_cls in WORKERS.values(),
+            f"one of {', '.join(WORKERS.values())}, where requests are checked",
+        ),
+        ("block_size", cache.block_size, cache.block_size % block == 0, f"a multiple of schedule.kv_block = {block}"),
+        (
+            "max_model_len",
+            model.max_model_len,
+            model.max_model_len <= config.max_position,
+            f"at most max_position_embeddings = {config.max_position}",
+        ),
+    )
+    for name, value, holds, supported in rules:
+        if not holds:
+            raise ValueError(f"engine option {name} = {value!r} is not supported; supported: {supported}")
+
+
+def check_contract(vllm_config: VllmConfig, config: DecoderConfig, contract: Contract) -> None:
+    """Refuse (ValueError) to build another model, or at other degrees, than the contract's; names every field."""
+    parallel, model = vllm_config.parallel_config, contract.model
+    degrees = {
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "cp": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
+        "ep": parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+    }
+    said = {"model.family": model.family, "model.dtype": model.dtype}
+    live: dict[str, object] = {"model.family": config.family, "model.dtype": config.dtype}
+    said |= {f"model.fields.{name}": value for name, value in model.fields.items()}
+    live |= {f"model.fields.{name}": value for name, value in model_fields(config).items()}
+    said["deployment.engine.tp"] = contract.deployment["engine"]["tp"]
+    live["deployment.engine.tp"] = degrees["tp"]
+    wrong = [
+        f"{name} is {said.get(name, 'absent')!r}, this engine's is {live.get(name, 'absent')!r}"
+        for name in sorted(said.keys() | live.keys())
+        if (name in said) != (name in live) or said[name] != live[name]
+    ]
+    for claim in contract.claims.topology:
+        degree = degrees.get(claim.axis, claim.degrees[0])
+        if degree not in claim.degrees:
+            wrong.append(f"claims.topology.{claim.axis} is {claim.degrees}, this engine's degree is {degree}")
+    if wrong:
+        raise ValueError(f"the contract is another engine's: {'; '.join(wrong)}")

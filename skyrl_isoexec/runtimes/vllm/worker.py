@@ -1,0 +1,86 @@
+"""vLLM's workers with a guard before every step, chosen by the engine argument `worker_cls`.
+
+A worker decodes its settings when it is made, so an engine without them does not start. Where the settings say
+`enforce`, every step of the scheduler passes `guard.review` first; the engine's own dummy and profiling runs are no
+steps. Without it the guard only keeps the books of weight syncs.
+
+The classes are in `cpu_worker` and `cuda_worker`: vLLM's worker for the CPU changes torch when it is imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from skyrl_isoexec.runtimes.vllm.guard import Guard, GuardError, review
+from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+CACHE_TAG = "kv_cache"
+
+
+class Guarded:
+    """Stands before one of vLLM's workers in the order of bases. Methods named isoexec_ are for `collective_rpc`."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        self.isoexec_settings = EngineSettings.from_additional_config(vllm_config.additional_config)
+        self.isoexec_guard = Guard()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, **options: Any) -> None:
+        """As vLLM's; from then on the guard knows of every tensor that the model takes."""
+        super().load_model(**options)
+        self.model_runner.get_model().loader.on_write = self.isoexec_guard.written
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """As vLLM's; GuardError for a step that the committed weights do not serve."""
+        if self.isoexec_settings.enforce:
+            review(self.isoexec_guard, scheduler_output, self.cache_config.block_size)
+        return super().execute_model(scheduler_output)
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """As vLLM's; tensors in another format than a checkpoint's would pass by our loader."""
+        if not is_checkpoint_format:
+            raise ValueError("start_weight_update: is_checkpoint_format is False; supported: True")
+        self.isoexec_guard.written()
+        super().start_weight_update(is_checkpoint_format)
+
+    def sleep(self, level: int = 1) -> None:
+        """As vLLM's; the next request needs a weight sync."""
+        self.isoexec_guard.invalidate("the engine was put to sleep, and no weight sync was committed since")
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """As vLLM's; the next request needs a weight sync, unless only the memory of the cache came back."""
+        self.isoexec_guard.forget_pages()
+        if tags is None or set(tags) - {CACHE_TAG}:
+            self.isoexec_guard.invalidate("the engine was woken up, and no weight sync was committed since")
+        super().wake_up(tags)
+
+    def isoexec_begin_sync(self, epoch: int) -> dict[str, int]:
+        """Weights of `epoch`, will come; until they are committed nothing is computed."""
+        self.isoexec_guard.begin_sync(epoch)
+        return {"begun": epoch}
+
+    def isoexec_arrived(self) -> dict[str, dict[str, Any]]:
+        """What lies in memory. For every parameter: its place in the whole tensor, and the SHA-256 of its bytes."""
+        found = self.model_runner.get_model().loader.arrived()
+        self.isoexec_guard.proven = True
+        return found
+
+    def isoexec_commit(self, epoch: int, contract_digest: str | None) -> dict[str, int]:
+        """What arrived is what was sent: from now on requests of `epoch` are served.
+
+        LoadError if tensors are missing, or if what is derived from the weights is not theirs.
+        """
+        own = self.isoexec_settings.contract_digest
+        if contract_digest != own:
+            raise GuardError(
+                f"isoexec_commit: contract_digest is {contract_digest!r}, this engine's contract has {own!r}",
+                "start both sides with the same contract",
+            )
+        self.model_runner.get_model().loader.check()
+        self.isoexec_guard.commit(epoch)
+        return {"committed": epoch}
