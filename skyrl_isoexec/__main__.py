@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 GROUPS = (
+    "skyrl_isoexec.launch.doctor",
+    "skyrl_isoexec.launch.commands",
     "skyrl_isoexec.gate.commands",
     "skyrl_isoexec.patching.commands",
 )

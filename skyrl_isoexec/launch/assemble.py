@@ -8,12 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..contract import Contract, encode
 from ..model.config import DecoderConfig
-from ..runtimes.vllm.settings import TRANSFER_BACKEND, EngineSettings
+from ..runtimes.vllm.settings import TRANSFER_BACKEND, settings_from_contract, worker_class
 from .config import LaunchConfig
 
 EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
-OURS = ("dtype", "hf_overrides", "additional_config", "worker_extension_cls", "logprobs_mode", "weight_transfer_config")
+LOGPROBS_MODE = "processed_logprobs"
+"""After the temperature, which is what the trainer scores."""
+OURS = (
+    "additional_config",
+    "dtype",
+    "hf_overrides",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "worker_cls",
+    "worker_extension_cls",
+)
 """Engine arguments that decide what is computed or compared; a user's other value is refused."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -31,16 +42,17 @@ def num_pages(launch: LaunchConfig, model: DecoderConfig) -> int:
     return pages
 
 
-def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, Any]:
+def engine_arguments(launch: LaunchConfig, model: DecoderConfig, contract: Contract | None) -> dict[str, Any]:
     """What vLLM's engine is given beside SkyRL's own arguments."""
     arguments: dict[str, Any] = {
         "worker_extension_cls": EXTENSION,
-        "logprobs_mode": "processed_logprobs",  # after the temperature, which is what the trainer scores
+        "logprobs_mode": LOGPROBS_MODE,
         "max_model_len": model.max_position,
     }
-    if launch.exec.name == "isoexec":
-        settings = EngineSettings(family=model.family, kernels=launch.kernels.impl, schedule=launch.schedule)
+    if contract is not None:
+        settings = settings_from_contract(encode(contract).decode(), enforce=True)
         arguments.update(settings.engine_arguments(dtype=model.dtype), worker_extension_cls=EXTENSION)
+        arguments["worker_cls"] = worker_class(launch.runtime.device)
         arguments["block_size"] = launch.runtime.page_size
     if launch.runtime.device == "cpu":
         arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
@@ -49,8 +61,8 @@ def engine_arguments(launch: LaunchConfig, model: DecoderConfig) -> dict[str, An
     return arguments
 
 
-def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderConfig) -> None:
-    """Complete SkyRL's configuration in place for this checkpoint.
+def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderConfig, contract: Contract | None) -> None:
+    """Complete SkyRL's configuration in place for this checkpoint; trainer and engine get the contract's same bytes.
 
     A user's own engine arguments win, but for those in OURS: ValueError.
     """
@@ -59,12 +71,12 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
         ref.path = str(checkpoint)
     policy.path = str(checkpoint)
     told: dict[str, Any] = {"exec": launch.exec.name}
-    if launch.exec.name == "isoexec":
-        told.update(kernels=launch.kernels.impl, schedule=launch.schedule.to_dict())
+    if contract is not None:
+        told["contract"] = encode(contract).decode()
     for role in (cfg.trainer.policy, cfg.trainer.ref):
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
-    arguments = engine_arguments(launch, model)
+    arguments = engine_arguments(launch, model, contract)
     for name in OURS:
         if name in arguments and engine.engine_init_kwargs.get(name, arguments[name]) != arguments[name]:
             raise ValueError(

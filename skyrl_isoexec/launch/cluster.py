@@ -18,17 +18,40 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 from ..runtimes.vllm.settings import CPU_ENVIRONMENT
 
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+WATCHED: dict[str, None] = dict.fromkeys(
+    (
+        "CUBLAS_WORKSPACE_CONFIG",
+        "MKL_CBWR",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NUMBA_CPU_FEATURES",
+        "NUMBA_CPU_NAME",
+        "NUMBA_DISABLE_JIT",
+        "NUMBA_OPT",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "TRITON_INTERPRET",
+        "VLLM_ATTENTION_BACKEND",
+        "VLLM_BATCH_INVARIANT",
+    )
+)
+"""Variables of the hosts that can decide how something is computed, and that a run leaves unset in every process."""
+
+
+def computing(*, cuda: bool, threads: int) -> dict[str, str]:
+    """Variables that every computing process has to see; the contract names them, and each process reads them back."""
+    common = {"VLLM_PLUGINS": "isoexec", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return common if cuda else {**common, **dict.fromkeys(THREADS, str(threads)), **CPU_ENVIRONMENT}
 
 
 def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
     """Variables of every Ray worker of a run; `threads` is of one process of a CPU run."""
     common = {
+        **computing(cuda=cuda, threads=threads),
         "SKYRL_LOG_FILE": str(log_file),
-        "VLLM_PLUGINS": "isoexec",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HYDRA_FULL_ERROR": "1",
     }
@@ -36,8 +59,6 @@ def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
         return common
     return {
         **common,
-        **dict.fromkeys(THREADS, str(threads)),
-        **CPU_ENVIRONMENT,
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, an upper bound; the engine is told its number of pages
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",

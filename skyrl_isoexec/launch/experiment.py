@@ -9,17 +9,23 @@ import asyncio
 import hashlib
 import os
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import ray
 from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.trainer import RayPPOTrainer
 
+from ..contract import Contract
+from ..runtimes.vllm.guard import EPOCH
 from . import witness
 from .exactness import compare
+from .handshake import Handshake
 from .preflight import Refusal
 from .record import Record, log_to
 from .watch import Watch
@@ -31,12 +37,30 @@ class CountingTrainer(RayPPOTrainer):
 
     watch: Watch | None = None
     """Told which processes train, as soon as there are any."""
+    handshake: Handshake | None = None
+    """Holds every process to the contract; the native arm has none."""
+    _scored = False
+
+    @property
+    def actors(self) -> list[Any]:
+        """The policy's workers, by rank."""
+        return [info.handle for info in self.policy_model.actor_infos]
+
+    def init_weight_sync_state(self) -> None:
+        """As SkyRL's, after every process has shown that it is what the contract says."""
+        if self.handshake is not None:
+            self.handshake.start(self.actors, self.inference_engine_client.server_urls)
+        super().init_weight_sync_state()
+
+    def epoch(self) -> int:
+        """How many updates the trainer's weights have had since it started, by its own account."""
+        return ray.get(self.actors[0].num_updates.remote())
 
     def build_models(self, *worker_classes: Any) -> None:
         """As SkyRL's; from here on the trainer's processes are watched as well."""
         super().build_models(*worker_classes)
         if self.watch is not None and self.policy_model is not None:
-            self.watch.add(_processes(self.policy_model.actor_infos))
+            self.watch.add(_processes(self.actors))
 
     async def generate(self, input_batch: Any) -> Any:
         """SkyRL's rollouts, then what the engines have counted so far."""
@@ -48,6 +72,9 @@ class CountingTrainer(RayPPOTrainer):
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         """SkyRL's scoring pass, then the count. ComparisonError if there is nothing to compare."""
         scored = super().fwd_logprobs_values_reward(training_input)
+        if self.handshake is not None and not self._scored:
+            self.handshake.scored(self.actors, self.inference_engine_client.server_urls)
+            self._scored = True
         counts = compare(scored.get("rollout_logprobs"), scored.get("action_log_probs"), scored["loss_mask"])
         self.all_metrics.update({**counts, witness.DIGEST: witness.digest(scored)})
         return scored
@@ -68,17 +95,23 @@ class Generator(SkyRLGymGenerator):
 
     run_seed: int | None = None
     """None leaves the engine's own generator to draw; then a run cannot be repeated to the bit."""
+    epoch_of_weights: Callable[[], int] | None = None
+    """Which weights a request is meant for; an engine with others refuses it. None: the engine does not ask."""
+
+    _extra: Mapping[str, Any] = MappingProxyType({})
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = True) -> Any:
         """As SkyRL's; remembers which step the batch belongs to."""
         metadata = input_batch.get("batch_metadata")
         self._step = metadata.global_step if metadata is not None else 0
+        if self.epoch_of_weights is not None:
+            self._extra = {"extra_args": {EPOCH: await asyncio.to_thread(self.epoch_of_weights)}}
         return await super().generate(input_batch, disable_tqdm=disable_tqdm)
 
     async def agent_loop(self, *args: Any, sampling_params: Any = None, trajectory_id: Any = None, **rest: Any) -> Any:
         """As SkyRL's, with the trajectory's own sampling parameters."""
         if sampling_params is not None:
-            sampling_params = {**sampling_params, "min_tokens": 0}
+            sampling_params = {**sampling_params, **self._extra, "min_tokens": 0}
             if self.run_seed is not None and trajectory_id is not None:
                 place = (self._step, trajectory_id.instance_id, trajectory_id.repetition_id)
                 sampling_params["seed"] = request_seed(self.run_seed, *place)
@@ -88,8 +121,8 @@ class Generator(SkyRLGymGenerator):
 class Experiment(BasePPOExp):
     """A run of one arm: `exec=isoexec` or `exec=native`."""
 
-    def __init__(self, cfg: Any, *, run_dir: Path, seeded: bool) -> None:
-        self._run_dir, self._seeded = run_dir, seeded
+    def __init__(self, cfg: Any, *, run_dir: Path, seeded: bool, contract: Contract | None) -> None:
+        self._run_dir, self._seeded, self._contract = run_dir, seeded, contract
         self.watch: Watch | None = None
         super().__init__(cfg)
 
@@ -147,6 +180,9 @@ class Experiment(BasePPOExp):
         """SkyRL's trainer that also counts."""
         trainer = CountingTrainer(**parts)
         trainer.watch = self.watch
+        if self._contract is not None:
+            trainer.handshake = Handshake(self._contract, self._run_dir)
+            trainer.generator.epoch_of_weights = trainer.epoch
         log_to(self._run_dir)  # its constructor sends the log to the terminal
         return trainer
 
@@ -165,12 +201,10 @@ class Experiment(BasePPOExp):
 
 
 def _processes(actors: list[Any]) -> dict[str, int]:
-    import ray
-
     def whereabouts(_: Any) -> tuple[str, int]:
         return socket.gethostname(), os.getpid()
 
-    found = ray.get([info.handle.__ray_call__.remote(whereabouts) for info in actors])
+    found = ray.get([actor.__ray_call__.remote(whereabouts) for actor in actors])
     here = socket.gethostname()
     return {f"the trainer's rank {rank}": pid for rank, (host, pid) in enumerate(found) if host == here}
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..contract import Contract
 from .config import LaunchConfig
 
 USAGE = """\
@@ -18,6 +20,7 @@ usage: python -m skyrl.train +exec=isoexec [GROUP=OPTION ...] [KEY=VALUE ...]
 Choose the stack with +exec=isoexec (the unified model on both sides) or +exec=native (the stock stack, to compare).
 Everything else has a default; configs/ lists the groups, and SkyRL's keys keep their names.
 """
+WORKERS_LOG = "workers.log"
 RESUME = "trainer.resume_mode=latest, in a run that saves with trainer.ckpt_interval=STEPS"
 
 
@@ -38,20 +41,19 @@ def _main(argv: list[str]) -> int:
         launch, cfg = compose(argv)
         from .preflight import check
 
-        checkpoint = check(launch, cfg)
+        contract = check(launch, cfg)
     except (ConfigError, ValueError, OSError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return _run(launch, cfg, checkpoint)
+    return _run(launch, cfg, contract)
 
 
-def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
+def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
     from loguru import logger
 
-    from .preflight import Refusal
     from .watch import no_orphans
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -59,24 +61,26 @@ def _run(launch: LaunchConfig, cfg: Any, checkpoint: Path) -> int:
     logs = launch.run_dir / "logs"
     with no_orphans():
         try:
-            _train(launch, cfg, logs)
+            _train(launch, cfg, contract, logs)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        except Refusal as error:
-            print(f"\nrefused: {error}", file=sys.stderr)  # below the line of a progress bar
-            return 2
         except Exception as error:
+            refused = refusal(error, logs / WORKERS_LOG)
+            if refused is not None:
+                print(f"\nrefused: {refused}", file=sys.stderr)  # below the line of a progress bar
+                return 2
             logger.opt(exception=True).error("the run failed")
             print(f"\nfailed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
             return 1
     return 0
 
 
-def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
+def _train(launch: LaunchConfig, cfg: Any, contract: Contract | None, logs: Path) -> None:
     from .cluster import Cluster, environment
     from .experiment import Experiment
     from .folder import write_config
+    from .handshake import write_contract
     from .record import log_to
     from .task.env import register
 
@@ -84,11 +88,13 @@ def _train(launch: LaunchConfig, cfg: Any, logs: Path) -> None:
     log_to(launch.run_dir)
     register()
     write_config(launch, cfg)
+    if contract is not None:
+        write_contract(contract, launch.run_dir)
     print(f"run folder {launch.run_dir}", flush=True)
     cuda = launch.runtime.device == "cuda"
-    env = environment(log_file=logs / "workers.log", cuda=cuda, threads=launch.runtime.threads)
+    env = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads)
     with Cluster(cfg, env, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
-        experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests)
+        experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests, contract=contract)
         try:
             experiment.run()
         except (Exception, KeyboardInterrupt) as error:
@@ -109,14 +115,36 @@ def _interrupt(_: int, __: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what caused it, the innermost last, also where Ray carried it from another process."""
+    while isinstance(error, BaseException):
+        yield error
+        inner = getattr(error, "cause", None) or error.__cause__
+        if inner is error:
+            return
+        error = inner
+
+
+def refusal(error: BaseException, log: Path) -> str | None:
+    """What was refused, if that ended the run: here, in a trainer's process, or in an engine, which leaves a line."""
+    from ..runtimes.vllm.guard import MARK
+    from .expectation import FactsRefused
+    from .preflight import Refusal
+    from .sync import SyncRefused
+
+    for one in chain(error):
+        if isinstance(one, (Refusal, FactsRefused, SyncRefused)):
+            return str(one)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    marked = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
+    return marked[0] if marked else None
+
+
 def cause(error: BaseException) -> str:
     """The first thing that went wrong, in one line: the innermost error, without Ray's copies of tracebacks."""
     from .watch import ProcessDied
 
-    while not isinstance(error, ProcessDied):
-        inner = getattr(error, "cause", None) or error.__cause__
-        if not isinstance(inner, BaseException) or inner is error:
-            break
-        error = inner
+    errors = list(chain(error))
+    error = next((one for one in errors if isinstance(one, ProcessDied)), errors[-1])
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0] if len(text) == 1 else text[-1]}"

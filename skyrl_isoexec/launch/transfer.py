@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from skyrl.backends.skyrl_train.weight_sync import (
 
 from ..runtimes.megatron.weights import export, shapes
 from ..runtimes.vllm.transfer import GlooTransfer
+from .sync import SyncProof
 
 
 class Extractor(WeightExtractor):
@@ -46,6 +47,12 @@ class GlooSender(WeightTransferSender):
 
     def __init__(self, group: Any, client: Any) -> None:
         self._group, self._client = group, client
+        self._proof: SyncProof | None = None
+
+    def prove(self, contract_digest: str, epoch: Callable[[], int]) -> None:
+        """From here on every update is proven: see `SyncProof`. For all ranks; rank 0 does it."""
+        if dist.get_rank() == 0:
+            self._proof = SyncProof(self._client.server_urls, contract_digest, epoch)
 
     async def send_chunks(self, chunks: Iterable[WeightChunk], weight_metadata: dict[str, list] | None = None) -> None:
         """Send one update of all tensors. `weight_metadata` announces them."""
@@ -53,12 +60,17 @@ class GlooSender(WeightTransferSender):
             raise ValueError("weight_metadata is missing: the receivers must know what is sent to them")
         tensors = ((name, t) for chunk in chunks for name, t in zip(chunk.names, chunk.tensors, strict=True))
         if dist.get_rank() == 0:
+            if self._proof is not None:
+                await asyncio.to_thread(self._proof.begin)
+                tensors = self._proof.watch(tensors)
             await self._client.start_weight_update(is_checkpoint_format=True)
             receive = asyncio.create_task(self._client.update_weights_nccl({**weight_metadata, "packed": True}))
             arguments = {"group": self._group, "packed": True}
             await asyncio.to_thread(GlooTransfer.trainer_send_weights, iterator=tensors, trainer_args=arguments)
             await receive
             await self._client.finish_weight_update()
+            if self._proof is not None:
+                await asyncio.to_thread(self._proof.finish)
         else:
             for _ in tensors:
                 pass

@@ -1,7 +1,7 @@
 """SkyRL's Megatron workers with the unified model, or transformers' stock model, where megatron-bridge's would be.
 
 What a worker needs beyond SkyRL's configuration travels in it, as `model_config_kwargs.isoexec`: the arm (`exec`) and,
-for the unified model, the settings that the engine gets as well.
+for the unified model, the contract: the same bytes that the engine gets.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from skyrl.train.config.config import get_config_as_dict
 from skyrl.utils.tok import get_tokenizer
 from transformers import AutoConfig
 
+from ..contract import decode, digest
+from ..kernels.selection import select
 from ..model.checkpoint import save
-from ..runtimes.megatron.facts import facts
+from ..runtimes.megatron.facts import facts, served
 from ..runtimes.megatron.install import build, build_native, distribute
 from ..runtimes.megatron.logprob import token_logprobs
 from ..runtimes.megatron.weights import export
-from .transfer import Extractor, GlooStrategy
+from .expectation import refuse, unlike
+from .transfer import Extractor, GlooSender, GlooStrategy
 
 SETTINGS_KEY = "isoexec"
 
@@ -82,8 +85,8 @@ class ModelWorker:
         if self._settings["exec"] == "native":
             module = build_native(self._checkpoint, **common)
         else:
-            told = {key: self._settings[key] for key in ("kernels", "schedule")}
-            module = build(self._checkpoint, told, **common)
+            self._contract = decode(self._settings["contract"])
+            module = build(self._checkpoint, *select(self._contract, "trainer"), **common)
             decoder = module.stage
             model_utils.token_logprobs = token_logprobs(decoder.kernels, decoder.axis, decoder.schedule.num_leaves)
         if not wrap_with_ddp:
@@ -100,12 +103,37 @@ class ModelWorker:
         torch.distributed.barrier()
 
     def facts(self) -> dict[str, Any]:
-        """What this process really runs."""
-        return facts(self.actor_module[0])
+        """What this process really runs, read back."""
+        algorithm = self.cfg.algorithm
+        return facts(
+            self.actor_module[0],
+            self._settings["contract"],
+            temperature=float(algorithm.temperature),
+            seed=self.strategy.seed,
+        )
+
+    def served(self) -> dict[str, str]:
+        """Which kernels forwards of this process have used."""
+        return served(self.actor_module[0])
 
 
 class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):
     """SkyRL's policy worker with this model and, without CUDA, weight transfer over gloo."""
+
+    _num_updates = 0
+
+    def num_updates(self) -> int:
+        """Optimizer steps since this process started: the epoch of its weights."""
+        return self._num_updates
+
+    def optim_step(self) -> float | None:
+        """As SkyRL's; before the first one, the kernels that the forward has used must be the contract's."""
+        if self._num_updates == 0 and self._settings["exec"] == "isoexec":
+            process = f"trainer rank {torch.distributed.get_rank()}"
+            refuse(unlike(self._contract, ("trainer_fwd",), self.served(), process))
+        norm = super().optim_step()
+        self._num_updates += 1
+        return norm
 
     def get_transfer_strategy_cls(self, weight_sync_backend: str, colocate_all: bool) -> type:
         """SkyRL's transports on CUDA, gloo elsewhere."""
@@ -117,6 +145,8 @@ class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):
         """As SkyRL's, with tensors read from this model instead of through megatron-bridge."""
         await PolicyWorkerBase.init_weight_sync_state(self, inference_engine_client, inference_engine_cfg)
         self.weight_extractor = Extractor(self.actor_module[0])
+        if self._settings["exec"] == "isoexec" and isinstance(self._weight_transfer_sender, GlooSender):
+            self._weight_transfer_sender.prove(digest(self._contract), self.num_updates)
 
 
 class _RefWorker(ModelWorker, MegatronRefWorkerBase):

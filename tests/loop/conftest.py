@@ -105,15 +105,21 @@ class Run:
 
 
 @contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[Run]:
-    """A run in the background, in a folder of its own; whatever is left of it at the end is killed."""
+def started(
+    folder: Path, *arguments: str, module: str = "skyrl.train", before: tuple[str, ...] = (), path: str | None = None
+) -> Iterator[Run]:
+    """A run in the background, in a folder of its own; whatever is left of it at the end is killed.
+
+    `module` is another that takes the same arguments after those of `before`, found on `path`.
+    """
     mark, cwd = uuid.uuid4().hex, folder.parent
-    command = [sys.executable, "-m", "skyrl.train", *arguments, f"run_dir={folder}"]
+    command = [sys.executable, "-m", module, *before, *arguments, f"run_dir={folder}"]
+    variables = {**os.environ, MARK: mark, **({} if path is None else {"PYTHONPATH": path})}
     with (
         folder.with_suffix(".terminal").open("w") as terminal,
         folder.with_suffix(".errors").open("w") as errors,
     ):
-        process = subprocess.Popen(command, cwd=cwd, env={**os.environ, MARK: mark}, stdout=terminal, stderr=errors)
+        process = subprocess.Popen(command, cwd=cwd, env=variables, stdout=terminal, stderr=errors)
         try:
             yield Run(folder=folder, process=process, mark=mark)
         finally:
@@ -125,7 +131,7 @@ def started(folder: Path, *arguments: str) -> Iterator[Run]:
             process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start() -> Callable[..., object]:
     """`with start(folder, *arguments) as run:`"""
     return started

@@ -1,4 +1,4 @@
-"""What this machine has: devices, cores, memory, free ports."""
+"""What this machine has: devices, cores, memory, free ports, variables, patched upstreams."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import psutil
 import torch
 
+from ...patching import PatchRefusal, applied_state
+from ..cluster import WATCHED
 from ..config import LaunchConfig
 from .refusal import Refusal
 
 ROUTER = "generator.inference_engine.router_init_kwargs"
+PATCHED = ("skyrl", "vllm", "megatron-core")
 STORE_MIB = 75
 """Ray starts no smaller object store."""
 
@@ -65,3 +68,28 @@ def port(number: Any, key: str) -> None:
             probe.bind(("0.0.0.0", number))
         except OSError as error:
             raise Refusal(f"{key}={number}: the port is in use ({error.strerror}); choose a free one") from error
+
+
+def variables() -> None:
+    """Refuse variables of the hosts that a run leaves unset: every process would inherit them."""
+    for name in WATCHED:
+        if name in os.environ:
+            raise Refusal(
+                f"environment.{name} is {os.environ[name]!r}, the contract says unset: it can change what is computed; "
+                "unset it"
+            )
+
+
+def patches() -> None:
+    """Refuse an upstream whose files are not exactly its pin plus our series."""
+    for package in PATCHED:
+        try:
+            state = applied_state(package)
+        except PatchRefusal as error:
+            raise Refusal(f"patch.{package}: {error}") from error
+        if state.state != "patched":
+            files = ", ".join(state.paths[:3]) or "no file"
+            raise Refusal(
+                f"patch.{package} is {state.state!r} ({files}), the contract says 'patched' with series "
+                f"{state.series_digest[:16]}; run: isoexec patches apply {package}"
+            )

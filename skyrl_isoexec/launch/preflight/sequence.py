@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...contract import Contract
 from .. import folder
 from ..assemble import assemble
+from ..composition import compose_contract
 from ..config import LaunchConfig
 from ..task import prepare_checkpoint, prepare_data
 from . import data, distribution, machine, model, ranges
 
 
-def check(launch: LaunchConfig, cfg: Any) -> Path:
-    """The checkpoint's folder, once nothing is left that could be refused; only then the run's folder is made.
+def check(launch: LaunchConfig, cfg: Any) -> Contract | None:
+    """The run's contract (the native arm has none), once nothing is left to refuse; only then its folder is made.
 
     Completes SkyRL's configuration in place. ValueError for what cannot work.
     """
@@ -21,6 +23,9 @@ def check(launch: LaunchConfig, cfg: Any) -> Path:
     machine.cores(launch.runtime.threads)
     machine.memory(launch)
     machine.ports(cfg)
+    if launch.exec.name == "isoexec":
+        machine.variables()
+        machine.patches()
     ranges.numbers(cfg)
     ranges.names(cfg)
     ranges.updates(cfg)
@@ -44,10 +49,11 @@ def check(launch: LaunchConfig, cfg: Any) -> Path:
     for source in sources:
         data.prompts(source, tokenizer, cfg)
     _reference(launch, cfg)
-    assemble(launch, cfg, checkpoint, config)
+    contract = compose_contract(launch, cfg, config) if launch.exec.name == "isoexec" else None
+    assemble(launch, cfg, checkpoint, config, contract)
     folder.claim(launch.run_dir)
     prepare_data(launch, cfg)
-    return checkpoint
+    return contract
 
 
 def _fits(launch: LaunchConfig, cfg: Any, config: Any) -> None:

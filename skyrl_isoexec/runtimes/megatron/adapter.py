@@ -67,6 +67,7 @@ class MegatronDecoder(MegatronModule):
         """
         if unknown:
             raise TypeError(f"MegatronDecoder does not take {sorted(unknown)}")
+        self.stage.kernels.case = "trainer_fwd" if torch.is_grad_enabled() else "trainer_fwd_no_autograd"
         batch, length = input_ids.shape if self.pre_process else self._stage_shape(packed_seq_params)
         if packed_seq_params is None:
             cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=input_ids.device)

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 
+from ...contract import decode, float_bits
+from ...model.facts import Fact, decoder_facts
 from .adapter import MegatronDecoder
 from .weights import unwrap
 
-VERSIONS = ("torch", "numba", "numpy", "megatron-core", "transformers")
+PATCHED = ("megatron-core", "skyrl")
+"""Patched upstreams that a trainer runs."""
 
 
-def facts(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain data: model class, kernels bound, schedule, parallel degrees, dtype, versions, process."""
-    model = unwrap(module)
-    unified = isinstance(model, MegatronDecoder)
-    kernels = model.stage.kernels if unified else None
-    bound = {name: _qualified(f) for name, f in vars(kernels).items() if callable(f)} if unified else {}
+def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, seed: int) -> dict[str, Fact]:
+    """Flat facts of this process. `contract_text` is what it was given; the last two are what its worker uses.
+
+    TypeError for a model that is not built from a contract.
+    """
     return {
+        **decoder_facts(_decoder(module).stage, decode(contract_text), PATCHED),
         "runtime": "megatron",
-        "pid": os.getpid(),
-        "model": type(model).__qualname__,
-        "kernels": bound,
-        "schedule": model.stage.schedule.to_dict() if unified else None,
-        "dtype": str(next(model.parameters()).dtype),
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "threads": torch.get_num_threads(),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "model.class": type(unwrap(module)).__name__,
+        "constant.temperature": float_bits(temperature),
+        "degree.tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "degree.pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "degree.dp": parallel_state.get_data_parallel_world_size(),
+        "seed.run": seed,
     }
 
 
-def _qualified(function: object) -> str:
-    function = getattr(function, "func", function)  # a partial binds the schedule
-    return f"{function.__module__}.{function.__qualname__}"
+def served(module: torch.nn.Module) -> dict[str, str]:
+    """{served.<op>.<case>: module of the kernel} for every kernel that a forward of this process has used."""
+    return _decoder(module).stage.kernels.served_facts()
+
+
+def _decoder(module: torch.nn.Module) -> MegatronDecoder:
+    model = unwrap(module)
+    if not isinstance(model, MegatronDecoder):
+        raise TypeError(f"a {type(model).__name__} is not built from a contract and has no facts")
+    return model

@@ -23,16 +23,6 @@ from .adapter import MegatronDecoder
 from .axes import tensor_parallel_axis
 from .native import NativeModel
 
-SETTINGS = ("kernels", "schedule")
-"""What a trainer must be told of the execution, and nothing else."""
-
-
-def parse_settings(settings: Mapping[str, Any]) -> tuple[str, Schedule]:
-    """(kernel implementation, schedule) of the settings handed to a trainer; ValueError on any other key set."""
-    if sorted(settings) != sorted(SETTINGS):
-        raise ValueError(f"trainer settings have keys {sorted(settings)}, expected {sorted(SETTINGS)}")
-    return settings["kernels"], Schedule.from_dict(settings["schedule"])
-
 
 def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerConfig:
     """Megatron's description of the decoder for this process's groups. Keyword arguments override its fields.
@@ -79,22 +69,27 @@ def stage_layers(num_layers: int) -> range:
 
 
 def build(
-    checkpoint: Path | str, settings: Mapping[str, Any], *, dtype: str, config_overrides: Mapping[str, Any]
+    checkpoint: Path | str,
+    implementations: str | Mapping[str, str],
+    schedule: Schedule,
+    *,
+    dtype: str,
+    config_overrides: Mapping[str, Any],
 ) -> MegatronDecoder:
     """This rank's stage of the unified model with the weights of a Hugging Face checkpoint folder.
 
-    `dtype` is that of weights and activations, whatever the checkpoint's. Errors name the tensor or field.
+    `implementations` is as of `load_kernels`. `dtype` is that of weights and activations, whatever the checkpoint's.
+    Errors name the tensor or field.
     """
     from ...kernels.bundle import load_kernels  # here, so that the native arm loads none of them
 
-    kernels_name, schedule = parse_settings(settings)
     model = from_hf(read_config(checkpoint), dtype=dtype)
     config = transformer_config(model, **config_overrides)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     layers = stage_layers(model.num_layers)
     decoder = Decoder(
         model,
-        load_kernels(kernels_name, schedule),
+        load_kernels(implementations, schedule),
         tensor_parallel_axis(),
         schedule,
         device="cuda" if torch.cuda.is_available() else None,

@@ -31,10 +31,10 @@ class Trainer:
 
         from skyrl_isoexec.runtimes.megatron.install import build, distribute
         from skyrl_isoexec.runtimes.megatron.logprob import token_logprobs
+        from skyrl_isoexec.schedule import Schedule
 
-        schedule = {"num_leaves": LEAVES, "kv_block": 16, "kv_partition": 32}
-        settings = {"kernels": "cpu", "schedule": schedule}
-        module = build(checkpoint, settings, dtype=dtype, config_overrides=RECOMPUTE)
+        schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32)
+        module = build(checkpoint, "cpu", schedule, dtype=dtype, config_overrides=RECOMPUTE)
         self.model = distribute(module, {})
         stage = module.stage
         self.logprobs = token_logprobs(stage.kernels, stage.axis, LEAVES)

@@ -1,0 +1,123 @@
+"""What a process of a run has to answer when it is asked for its facts: read from the contract, field by field.
+
+`contract.differences` compares; nothing that is expected may be missing, and nothing unexpected may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ..contract import Contract, differences, digest
+
+Role = Literal["trainer", "engine"]
+Fact = str | int | bool | None
+
+MAIN = {"swiglu": "silu_mul", "logprob": "logprobs"}
+"""Main function of a kernel that is not called like its folder."""
+RUNTIME = {"trainer": "megatron", "engine": "vllm"}
+MODEL_CLASS = {"trainer": "MegatronDecoder", "engine": "IsoExecForCausalLM"}
+PATCHED = {"trainer": ("megatron-core", "skyrl"), "engine": ("vllm",)}
+"""Patched packages that a process of a role runs."""
+ENGINE_OPTIONS = (
+    "block_size",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "logprobs_mode",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "worker_class",
+)
+PLUGIN = ("architecture", "attention", "transfer", "log_softmax")
+
+
+class FactsRefused(RuntimeError):
+    """A process is not what the contract says; the text names process, field and both values."""
+
+
+def expected(contract: Contract, role: Role) -> dict[str, Fact]:
+    """Every fact of a process of `role`, with the value that the contract gives it."""
+    deployment, identity = contract.deployment, contract.identities
+    facts: dict[str, Fact] = {
+        "runtime": RUNTIME[role],
+        "contract.digest": digest(contract),
+        "contract.semantic": identity.semantic,
+        "contract.numerical_policy": identity.numerical_policy,
+        "model.class": MODEL_CLASS[role],
+        "constant.eps": contract.model.fields["rms_norm_eps"],
+        "numeric.flush_subnormals": False,
+        "numeric.rounding": "nearest",
+        "numeric.threads": deployment["threads"],
+        "degree.tp": deployment[role]["tp"],
+        "degree.pp": deployment["trainer"]["pp"] if role == "trainer" else 1,
+    }
+    facts.update({f"model.{name}": value for name, value in contract.model.fields.items()})
+    facts.update(_kernels(contract, role))
+    facts.update({f"version.{name}": value for name, value in contract.versions.items()})
+    facts.update({f"source.{name}": value for name, value in contract.sources.items() if "/" not in name})
+    facts.update({f"patch.{name}": contract.sources[f"patches/{name}"] for name in PATCHED[role]})
+    facts.update({f"environment.{name}": value for name, value in deployment["environment"].items()})
+    if role == "trainer":
+        facts["degree.dp"] = deployment["trainer"]["dp"]
+        facts["seed.run"] = deployment["seeds"]["run"]
+        facts["constant.temperature"] = _constant(contract, "temperature")
+    else:
+        facts.update({f"plugin.{name}": True for name in PLUGIN})
+        facts.update({f"engine.{name}": deployment["engine"][name] for name in ENGINE_OPTIONS})
+        facts["engine.cache_dtype"] = contract.model.dtype
+    return facts
+
+
+def _kernels(contract: Contract, role: Role) -> dict[str, Fact]:
+    cases = {case.name for case in contract.cases if case.role == role}
+    facts: dict[str, Fact] = {}
+    for entry in contract.composition:
+        if not cases & set(entry.cases):
+            continue
+        op, file = entry.impl.id.split(".")
+        if op == "decoder":
+            continue  # the model's own code: `source.model`
+        function = MAIN.get(op, op)
+        facts[f"kernel.{op}.function"] = f"skyrl_isoexec.kernels.{op}.{file}.{function}"
+        facts[f"kernel.{op}.source"] = entry.impl.source
+        for name, value in entry.constants.items():
+            if name != "temperature":
+                facts[f"constant.{name}"] = value
+    return facts
+
+
+def _constant(contract: Contract, name: str) -> Fact:
+    found = {entry.constants[name] for entry in contract.composition if name in entry.constants}
+    (value,) = found
+    return value
+
+
+def served(contract: Contract, cases: tuple[str, ...]) -> dict[str, Fact]:
+    """{served.<op>.<case>: module} for `cases`: the kernels that a process must have used once it has run them."""
+    facts: dict[str, Fact] = {}
+    for entry in contract.composition:
+        op, file = entry.impl.id.split(".")
+        if op == "decoder":
+            continue
+        for case in set(entry.cases) & set(cases):
+            facts[f"served.{op}.{case}"] = f"skyrl_isoexec.kernels.{op}.{file}"
+    return facts
+
+
+def unlike(contract: Contract, cases: tuple[str, ...], found: Mapping[str, Fact], process: str) -> list[str]:
+    """Kernels that served one of `cases` in a process and are not the contract's; none at all is a difference.
+
+    What a process did not use is not one: a pipeline stage has only its own operators.
+    """
+    of_cases = {name: value for name, value in found.items() if name.rsplit(".", 1)[1] in cases}
+    if not of_cases:
+        return [f"{process}: no kernel served {', '.join(cases)}"]
+    wanted = {name: value for name, value in served(contract, cases).items() if name in of_cases}
+    return differences(wanted, of_cases, process)
+
+
+def refuse(problems: list[str]) -> None:
+    """FactsRefused with all problems, if there are any."""
+    if problems:
+        raise FactsRefused("; ".join(problems))

@@ -1,0 +1,87 @@
+"""The proof of a weight sync: what every engine worker holds afterwards is, tensor by tensor, what the trainer sent.
+
+An engine is told the epoch of an update before it begins, and that it holds it only after its own digests were compared
+here. Until then, and after any failure, it refuses to generate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..model.shard import Shard
+from .engines import call
+
+MAX_SHOWN = 5
+
+
+class SyncRefused(RuntimeError):
+    """The weights that arrived are not those that were sent."""
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+class SyncProof:
+    """One trainer's proofs, sync after sync. `urls` are the engines' servers; `epoch` counts the trainer's updates."""
+
+    def __init__(self, urls: Sequence[str], contract_digest: str, epoch: Callable[[], int]) -> None:
+        self._urls, self._contract, self._epoch = list(urls), contract_digest, epoch
+        self._sent: dict[tuple[str, int | None, int, int], str] = {}
+        self._now = 0
+        held = call(self._urls, "isoexec_arrived")
+        self._parts = {
+            (name, part["dim"], part["parts"], part["rank"]) for parts in held.values() for name, part in parts.items()
+        }
+        self._wanted: dict[str, list[tuple[int | None, int, int]]] = {}
+        for name, dim, parts, rank in sorted(self._parts, key=str):
+            self._wanted.setdefault(name, []).append((dim, parts, rank))
+
+    def begin(self) -> None:
+        """Engines forget what they held."""
+        self._sent, self._now = {}, self._epoch()
+        call(self._urls, "isoexec_begin_sync", epoch=self._now)
+
+    def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same (name, full tensor) pairs; the digest of every part that some worker keeps is noted."""
+        for name, tensor in tensors:
+            for dim, parts, rank in self._wanted.get(name, ()):
+                part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
+                self._sent[name, dim, parts, rank] = tensor_digest(part)
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Compare, and let the engines generate. SyncRefused names every tensor and process that differ."""
+        arrived = call(self._urls, "isoexec_arrived")
+        problems = differing(self._sent, arrived)
+        if problems:
+            more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+            raise SyncRefused(
+                f"weight sync of epoch {self._now}: {'; '.join(problems[:MAX_SHOWN])}{more}; the engines were not "
+                "released: start again from the last checkpoint"
+            )
+        call(self._urls, "isoexec_commit", epoch=self._now, contract_digest=self._contract)
+
+
+def differing(
+    sent: Mapping[tuple[str, int | None, int, int], str], arrived: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> list[str]:
+    """One line for every part that a process holds and that is not what was sent; nothing to compare is one, too."""
+    problems = []
+    names = {name for name, *_ in sent}
+    for process, parts in arrived.items():
+        if not parts:
+            problems.append(f"{process} holds no tensor")
+        problems += [f"{process} holds no {name}, which was sent" for name in sorted(names - parts.keys())]
+        for name, part in parts.items():
+            key = (name, part["dim"], part["parts"], part["rank"])
+            if key not in sent:
+                problems.append(f"{process} holds {name}, part {part['rank']} of {part['parts']}, which was not sent")
+            elif sent[key] != part["sha256"]:
+                problems.append(f"{process}: {name} has digest {part['sha256'][:16]}, sent was {sent[key][:16]}")
+    return problems if arrived else ["no engine worker answered"]
