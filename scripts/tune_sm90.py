@@ -172,28 +172,39 @@ def best(result: dict) -> list[str]:
     return [tile for _ms, tile in sorted(timed)]
 
 
-def write_table(path: Path, results: list[dict]) -> None:
-    """Add the winners to a table, in front of its general rows."""
+def write_table(path: Path, results: list[dict], made: dict[str, str]) -> None:
+    """Replace the rows of the shapes that were measured by their winners; "default" stays."""
     data = json.loads(path.read_text(encoding="utf-8"))
-    default, shapes = data["shapes"]["default"], {}
-    for result in sorted(results, key=lambda r: (r["n"], r["k"], r["m"], r["leaves"])):
-        rows = shapes.setdefault(f"{result['n']} {result['k']}", {})
-        rows.setdefault(result["m"], [])
-        rows[result["m"]] += [t for t in best(result)[:1] if t not in rows[result["m"]]]
-    lines = []
-    for shape, rows in shapes.items():
-        known = [[m, tiles] for m, tiles in sorted(rows.items()) if tiles]
-        if known:
-            known[-1][0] = None
-            lines.append(f"{json.dumps(shape)}: {json.dumps(known)}")
+    found: dict[str, list] = {}
+    for result in sorted(results, key=lambda r: (r["n"], r["k"], r["leaves"], r["m"])):
+        rows, tiles = found.setdefault(f"{result['n']} {result['k']} {result['leaves']}", []), best(result)[:1]
+        if tiles and rows and rows[-1][1] == tiles:
+            rows[-1][0] = result["m"]
+        elif tiles:
+            rows.append([result["m"], tiles])
+    for rows in found.values():
+        rows[-1][0] = None
+    default = data["shapes"].pop("default")
+    shapes = data["shapes"] | {shape: rows for shape, rows in found.items() if rows}
+    lines = [f"{json.dumps(shape)}: {json.dumps(rows)}" for shape, rows in sorted(shapes.items())]
     lines.append('"default": [\n' + ",\n".join(json.dumps(row) for row in default) + "\n]")
-    path.write_text('{\n"shapes": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
+    text = '{\n"made": ' + json.dumps(made) + ',\n"shapes": {\n' + ",\n".join(lines) + "\n}\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def provenance(seconds: float, commit: str) -> dict[str, str]:
+    """What a table says of how it was made."""
+    return {
+        "card": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": commit, "command": f"python3 scripts/tune_sm90.py --seconds {seconds:.0f}",
+    }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="stop adding shapes after this long")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for tune.json and the tables")
+    parser.add_argument("--commit", default="unknown", help="of the repository, to be named in the tables")
     parser.add_argument("--write", action="store_true", help="write the tables of the repository too")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -231,7 +242,7 @@ def main() -> int:
         mine, source = [r for r in results if r["op"] == name], Path(module.__file__).parent / "tiles.json"
         copy = source if arguments.write else arguments.out / f"{name}_tiles.json"
         copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-        write_table(copy, mine)
+        write_table(copy, mine, provenance(arguments.seconds, arguments.commit))
     refused = [
         (r["op"], r["n"], r["k"], r["m"], t, v["differing"])
         for r in results

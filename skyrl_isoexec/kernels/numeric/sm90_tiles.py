@@ -1,8 +1,9 @@
 """The table of admitted tiles of an operator: a plain lookup by shape, made offline, the same in every process.
 
-Notable: nothing is timed or chosen in a run. A table is JSON beside the operator: for a shape "N K", rows [largest M,
-tiles]; "default" serves the shapes that are not listed. The first tile that suits the operands is taken. What must stay
-equal: nothing here, because every tile of a table has been shown to give the same bits (`scripts/tune_sm90.py`).
+Notable: nothing is timed or chosen in a run. A table is JSON beside the operator: "made" says on what card and by what
+command; for a shape "N K leaves" there are rows [largest M, tiles], and "default" serves the shapes that are not listed.
+The first tile that suits the operands is taken. What must stay equal: nothing here, because every tile of a table has
+been shown to give the same bits (`scripts/tune_sm90.py`).
 """
 
 import json
@@ -28,7 +29,7 @@ class Table:
         self.choose = lru_cache(maxsize=65536)(self._choose)
 
     def _choose(self, num_m: int, num_n: int, num_k: int, num_leaves: int, aligned: bool) -> Tile:
-        for shape in (f"{num_n} {num_k}", "default"):
+        for shape in (f"{num_n} {num_k} {num_leaves}", "default"):
             for last, tiles in self.shapes.get(shape, ()):
                 if num_m <= last:
                     for tile in tiles:
