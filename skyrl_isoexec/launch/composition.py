@@ -7,6 +7,7 @@ or a path enters. Both runtimes get these bytes, and nothing else tells them wha
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..contract import (
@@ -85,10 +86,23 @@ def constants(launch: LaunchConfig, temperature: float) -> dict[str, dict[str, s
     }
 
 
-def topology(launch: LaunchConfig, arch: str) -> tuple[TopologyClaim, ...]:
+def admitted(names: Iterable[str], arch: str) -> dict[str, str]:
+    """Region -> its gate's record. GateError names every region without a valid one."""
+    found, problems = {}, []
+    for name in sorted(names):
+        try:
+            found[name] = require(name, arch)
+        except GateError as error:
+            problems.append(str(error))
+    if problems:
+        raise GateError("; ".join(problems))
+    return found
+
+
+def topology(launch: LaunchConfig, records: Mapping[str, str]) -> tuple[TopologyClaim, ...]:
     """What each axis may be, and the gates that show it."""
-    decoder = require("decoder", arch)
-    cut = tuple(require(region, arch) for region in ("embedding", "linear", "logprob", "row_linear"))
+    decoder = records["decoder"]
+    cut = tuple(records[region] for region in ("embedding", "linear", "logprob", "row_linear"))
     degrees = tuple(degree for degree in (1, 2, 4, 8) if degree <= launch.schedule.num_leaves)
     return (
         TopologyClaim(axis="dp", kind="invariant", degrees=DATA_DEGREES, proof=(decoder,)),
@@ -136,19 +150,19 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
     """The contract of a run. GateError if an implementation has no valid record, ContractError if it does not hold."""
     arch = ARCH[launch.runtime.device]
     pinned = constants(launch, cfg.generator.sampling_params.temperature)
+    records = admitted(regions(config), arch)
     names = tuple(case.name for case in CASES)
     entries = []
     for region, ops in sorted(regions(config).items()):
         file = "torch" if region == "decoder" else launch.kernels.impl
         digest = source_digests()["model"] if region == "decoder" else impl_source(f"{region}.{file}")
-        gate = require(region, arch)
         entries.append(
             Entry(
                 region=ops,
                 cases=names,
                 impl=Impl(id=f"{region}.{file}", version=1, arch=arch, source=digest),
                 constants=pinned.get(region, {}),
-                gate=gate,
+                gate=records[region],
             )
         )
     contract = seal(
@@ -164,7 +178,7 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
             composition=tuple(entries),
             versions={name: importlib.metadata.version(name) for name in VERSIONS[arch]},
             sources=sources(),
-            claims=Claims(topology=topology(launch, arch), state=STATES, tolerances=()),
+            claims=Claims(topology=topology(launch, records), state=STATES, tolerances=()),
             deployment=deployment(launch, cfg),
         )
     )

@@ -13,6 +13,7 @@ import pytest
 from saboteur import COMMON, LIVE
 
 from skyrl_isoexec.launch.commands import REFUSED
+from skyrl_isoexec.patching.site import STORE
 
 HERE = Path(__file__).parent
 SMALL = ("+exec=isoexec", "run=short", "trainer.max_training_steps=2")
@@ -83,6 +84,8 @@ def overlay(tmp_path: Path) -> Path:
         source = Path(distribution.locate_file(top))
         if source.is_dir():
             shutil.copytree(source, folder / top, ignore=shutil.ignore_patterns("__pycache__"))
+    store = Path(distribution.locate_file(STORE)) / "megatron-core"
+    shutil.copytree(store, folder / STORE / "megatron-core")
     return folder
 
 
@@ -96,10 +99,9 @@ def test_edited_file_of_a_patched_package(tmp_path: Path, overlay: Path) -> None
 
 
 def test_edited_kernel_has_no_record(tmp_path: Path) -> None:
-    package = Path(__file__).parents[2] / "skyrl_isoexec"
-    shutil.copytree(package, tmp_path / "copy" / "skyrl_isoexec", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("configs", "patches", "skyrl"):
-        (tmp_path / "copy" / name).symlink_to(package.parent / name)
+    for name in ("skyrl_isoexec", "configs", "patches", "skyrl"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(__file__).parents[2] / name, tmp_path / "copy" / name, ignore=ignore)
     kernel = tmp_path / "copy" / "skyrl_isoexec" / "kernels" / "rmsnorm" / "cpu.py"
     kernel.write_text(kernel.read_text() + "\nEDITED = True\n")
     status, said = command(tmp_path / "copy", *SMALL)
