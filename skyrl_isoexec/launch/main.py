@@ -128,6 +128,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def refusal(error: BaseException, log: Path) -> str | None:
     """What was refused, if that ended the run: here, in a trainer's process, or in an engine, which leaves a line."""
     from ..runtimes.vllm.guard import MARK
+    from ..runtimes.vllm.settings import ARCHITECTURE
     from .expectation import FactsRefused
     from .preflight import Refusal
     from .sync import SyncRefused
@@ -135,6 +136,11 @@ def refusal(error: BaseException, log: Path) -> str | None:
     for one in chain(error):
         if isinstance(one, (Refusal, FactsRefused, SyncRefused)):
             return str(one)
+        if f"Model architectures ['{ARCHITECTURE}'] are not supported" in str(one):
+            return (
+                "an engine's server: plugin.architecture is False, the contract says True: the plugin isoexec, which "
+                f"brings {ARCHITECTURE}, did not load in that process; see isoexec doctor"
+            )
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     marked = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
     return marked[0] if marked else None
