@@ -283,15 +283,24 @@ def variable_in_one_worker() -> None:
     handshake.Handshake.start = start
 
 
-def flipped_weight() -> None:
+class FlippingPolicy(Policy):
+    """The trainer's worker that lets one bit of a weight change in the engine after it was sent, before it is proven."""
+
+    async def init_weight_sync_state(self, inference_engine_client, inference_engine_cfg) -> None:
+        """As the worker's; its proof is made after the flip."""
+        await super().init_weight_sync_state(inference_engine_client, inference_engine_cfg)
+        real = sync.SyncProof.finish
+
+        def finish(proof):
+            engines.call(inference_engine_client.server_urls, "flip")
+            real(proof)
+
+        sync.SyncProof.finish = finish
+
+
+def flipped_weight() -> type:
     """After a sync one bit of a weight differs in the engine."""
-    real = sync.SyncProof.finish
-
-    def finish(self):
-        engines.call(self._urls, "flip")
-        real(self)
-
-    sync.SyncProof.finish = finish
+    return FlippingPolicy
 
 
 def no_plugin() -> None:
@@ -325,8 +334,8 @@ if __name__ == "__main__":
     import saboteur  # its classes have to be importable in the workers, not to be this script's
 
     assemble.EXTENSION = "saboteur.Extension"
+    policy = saboteur.STARTING[sys.argv[1]]() or saboteur.Policy
     experiment.worker_classes = lambda: tuple(
-        kind and ray.remote(num_gpus=1)(kind) for kind in (saboteur.Policy, None, workers._RefWorker)
+        kind and ray.remote(num_gpus=1)(kind) for kind in (policy, None, workers._RefWorker)
     )
-    saboteur.STARTING[sys.argv[1]]()
     main(sys.argv[2:])
