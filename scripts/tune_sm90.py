@@ -23,9 +23,11 @@ import triton
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from skyrl_isoexec.kernels.attention import kernel as attention  # noqa: E402
 from skyrl_isoexec.kernels.linear import kernel as linear  # noqa: E402
 from skyrl_isoexec.kernels.numeric.sm90_product import Tile  # noqa: E402
 from skyrl_isoexec.kernels.row_linear import kernel as row_linear  # noqa: E402
+from skyrl_isoexec.schedule import Schedule  # noqa: E402
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 """Numbers of rows that are timed; a row of the table serves all numbers up to it."""
@@ -40,54 +42,61 @@ ROW_LINEAR = {
     "Qwen3.5-9B": ((4096, 4096), (4096, 12288)),
     "Qwen3.5-35B-A3B": ((2048, 4096), (2048, 512)),
 }
-"""(N, K) of row-parallel linears; also timed with 8 leaves."""
+"""(N, K) of row-parallel linears; also timed with 2 and with 8 leaves."""
 L2_BYTES = 60_000_000
+SCHEDULE = Schedule(kv_block=64, kv_partition=512)
+
+DECODE = {
+    16: (
+        "16 16 256 w4 s4", "16 16 512 w4 s3", "16 16 512 w2 s4", "16 32 128 w4 s6", "16 32 256 w4 s4",
+        "16 32 512 w4 s3", "16 64 128 w4 s4", "16 64 128 w4 s6", "16 64 256 w4 s3", "16 64 256 w4 s5",
+        "16 128 128 w4 s4",
+    ),
+    32: ("16 64 256 w4 s3", "32 32 256 w4 s4", "32 64 128 w4 s4", "32 64 256 w4 s3", "32 128 128 w4 s4"),
+    64: (
+        "16 64 256 w4 s3", "32 64 128 w4 s4", "32 64 256 w4 s4", "64 64 128 w4 s4", "64 64 256 w4 s3",
+        "64 128 128 w4 s4",
+    ),
+    128: ("32 64 256 w4 s4", "64 64 128 w4 s4", "128 64 128 w4 s4", "128 128 64 w4 s5"),
+}  # fmt: skip
+"""Number of rows -> tiles of kind "swap"."""
+NARROW = ("64 16 256 w4 s4", "64 32 128 w4 s5", "64 32 256 w4 s4", "64 64 128 w4 s4", "64 64 128 w4 s3")
+MIDDLE = (
+    "64 32 128 w4 s5", "64 32 256 w4 s4", "64 64 128 w4 s3", "64 64 128 w4 s4", "64 64 128 w4 s6", "64 96 128 w4 s4",
+    "64 128 64 w4 s3", "64 128 128 w4 s3", "64 192 64 w4 s5", "64 256 64 w4 s4", "128 32 128 w4 s5", "128 64 64 w4 s3",
+    "128 64 128 w4 s4", "128 96 64 w4 s5", "128 96 128 w8 s3", "128 128 64 w4 s4", "128 128 64 w8 s6",
+    "128 192 64 w8 s4", "128 256 64 w8 s3", "256 64 64 w8 s4", "256 96 64 w8 s4", "256 128 64 w8 s3",
+)  # fmt: skip
+WIDE = (
+    "64 128 64 w4 s5", "64 256 64 w4 s4", "128 128 64 w4 s4", "128 128 64 w8 s4", "128 128 128 w8 s3",
+    "128 192 64 w8 s3", "128 192 64 w8 s4", "128 256 64 w8 s3", "256 96 64 w8 s4", "256 128 64 w8 s3",
+)  # fmt: skip
+"""Tiles of kind "tma" for few rows, for 128 to 512, and for more."""
+TREES = (
+    "64 64 64 w4 s4", "64 64 128 w4 s3", "64 64 128 w4 s4", "64 128 64 w4 s4", "64 128 64 w8 s5", "128 64 64 w8 s4",
+    "128 128 32 w8 s6", "128 128 64 w8 s4", "128 128 64 w8 s3",
+)  # fmt: skip
+"""Tiles of kind "tma" that hold several leaves."""
+ATTENTION = ((32, 8, 128), (16, 4, 256), (16, 2, 256))
+CHOICES = ((64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3), (128, 16, 2))
+"""(query heads, key-value heads, head dimension), and (rows, warps, stages) of tiles of their prefill."""
 
 
 def candidates(num_m: int, num_leaves: int) -> list[Tile]:
     """Tiles worth trying at a number of rows."""
-    texts = []
-    if num_m <= 128:
-        for m in {16, 32, 64, 128}:
-            if num_m // 2 < m <= max(16, num_m):
-                texts += [
-                    f"swap {m} {n} {k} w4 s{s} x1"
-                    for n, k, s in ((64, 64, 5), (64, 128, 4), (64, 256, 3), (128, 64, 5), (128, 128, 3), (128, 128, 4))
-                ]
-                texts += [
-                    f"tma {max(m, 64)} {n} {k} w4 s{s} x1" for n, k, s in ((32, 128, 5), (64, 64, 6), (64, 128, 4))
-                ]
-    if num_m >= 64:
-        texts += [
-            "tma 64 64 128 w4 s4 x1",
-            "tma 64 128 64 w4 s5 x1",
-            "tma 64 128 128 w4 s3 x1",
-            "tma 64 256 64 w4 s4 x1",
-        ]
-    if num_m >= 128:
-        texts += [
-            "tma 128 64 64 w4 s6 x1",
-            "tma 128 64 128 w4 s4 x1",
-            "tma 128 128 64 w4 s4 x1",
-            "tma 128 128 64 w8 s4 x1",
-            "tma 128 128 128 w8 s3 x1",
-            "tma 128 256 64 w8 s3 x1",
-            "tma 128 256 64 w8 s4 x1",
-            "tma 256 128 64 w8 s3 x1",
-        ]
-    if num_m > 128:
-        texts += ["rows 128 128 64 w8 s3 x1"]
-    tiles = [Tile.parse(t) for t in dict.fromkeys(texts)]
-    for split in (2, 4, 8):
-        if split <= num_leaves and num_m <= 512:
-            kind = "swap" if num_m <= 128 else "rows"
-            m = min(64, max(16, triton.next_power_of_2(num_m))) if kind == "swap" else 128
-            n = 64 if kind == "swap" else 128
-            tiles += [
-                Tile(kind=kind, m=m, n=n, k=k, warps=4 if kind == "swap" else 8, stages=3, split=split)
-                for k in ((64, 128) if kind == "swap" else (64,))
-            ]
-    return tiles
+    texts = [f"swap {t} x1" for t in DECODE.get(num_m, ())] if num_leaves == 1 else []
+    if num_leaves == 1:
+        texts += [f"tma {t} x1" for t in (NARROW if num_m < 128 else MIDDLE if num_m <= 512 else WIDE)]
+        texts += ["rows 128 128 64 w8 s3 x1"] if num_m > 128 else []
+    else:
+        texts += [f"tma {t} x1" for t in TREES] if num_m >= 64 else []
+        split = num_leaves
+        while split > 1 and num_m <= 512:
+            m, swaps = min(64, max(16, num_m)), ("64 64 w4 s3", "64 128 w4 s3", "32 256 w4 s3")
+            texts += [f"swap {m} {t} x{split}" for t in swaps] if num_m <= 128 else []
+            texts += [f"rows {t} x{split}" for t in ("128 128 64 w8 s3", "64 128 64 w4 s4")] if num_m > 128 else []
+            split //= 2 if num_m <= 128 else num_leaves
+    return [Tile.parse(t) for t in dict.fromkeys(texts)]
 
 
 def compile_one(job: tuple[str, int, str]) -> None:
@@ -105,14 +114,26 @@ def compile_one(job: tuple[str, int, str]) -> None:
         pass
 
 
+def compile_attention(job: tuple[tuple[int, int, int], tuple[int, int, int]]) -> None:
+    """As `compile_one`, for a prefill tile."""
+    (heads, kv, dim), choice = job
+    q, k = (torch.zeros(256, n, dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv))
+    bounds = torch.tensor([0, 256], dtype=torch.int32, device="cuda")
+    try:
+        attention.forward(q, k, k, bounds, dim**-0.5, SCHEDULE, choice)
+    except Exception:
+        pass
+
+
 def compile_all(jobs: list[tuple[str, int, str]]) -> None:
     """Compile on many cores: it takes longer than measuring."""
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs))
+        slow = pool.map(compile_attention, [(shape, choice) for shape in ATTENTION for choice in CHOICES])
+        list(pool.map(compile_one, jobs)), list(slow)
 
 
-def milliseconds(run, copies: list, repeats: int = 20) -> float:
+def milliseconds(run, copies: list, repeats: int = 12) -> float:
     """Median time of `run(copy)` in a replayed graph over copies of the operands."""
     run(copies[0])
     torch.cuda.synchronize()
@@ -166,6 +187,31 @@ def measure(name: str, num_n: int, num_k: int, num_m: int, leaves: int, deadline
     return result
 
 
+def attention_tiles(deadline: float) -> None:
+    """Print the time of each prefill tile, and how many elements differ from the first: choices of `attention.tile`."""
+    for heads, kv, dim in ATTENTION:
+        for num, length in ((4, 2048), (1, 8192)):
+            bounds = torch.arange(0, (num + 1) * length, length, dtype=torch.int32, device="cuda")
+            rows = [torch.randn(num * length, n, dim, device="cuda").bfloat16() for n in (heads, kv, kv)]
+            anchor, line = None, []
+            for choice in CHOICES:
+                if time.monotonic() > deadline:
+                    break
+                try:
+
+                    def run(q, c=choice, r=rows, b=bounds, d=dim):
+                        return attention.forward(q, *r[1:], b, d**-0.5, SCHEDULE, c)[0]
+
+                    found = run(rows[0])
+                    anchor = found if anchor is None else anchor
+                    differing = int((found.view(torch.int16) != anchor.view(torch.int16)).sum())
+                    ms = milliseconds(run, rows[:1], 5)
+                    line.append(f"{choice} {ms * 1e3:.0f}" + (f" DIFFERING {differing}" if differing else ""))
+                except Exception as error:
+                    line.append(f"{choice} {repr(error)[:40]}")
+            print(f"prefill {heads}x{dim} of {kv}, {num} x {length}: us {'; '.join(line)}", flush=True)
+
+
 def best(result: dict) -> list[str]:
     """Admitted tiles of a result, quickest first."""
     timed = [(v["ms"], t) for t, v in result["tiles"].items() if v.get("differing") == 0]
@@ -182,7 +228,7 @@ def write_table(path: Path, results: list[dict], made: dict[str, str]) -> None:
             rows[-1][0] = result["m"]
         elif tiles:
             rows.append([result["m"], tiles])
-    for rows in found.values():
+    for rows in filter(None, found.values()):
         rows[-1][0] = None
     default = data["shapes"].pop("default")
     shapes = data["shapes"] | {shape: rows for shape, rows in found.items() if rows}
@@ -205,13 +251,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240, help="stop adding shapes after this long")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for tune.json and the tables")
     parser.add_argument("--commit", default="unknown", help="of the repository, to be named in the tables")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache and stop")
     parser.add_argument("--write", action="store_true", help="write the tables of the repository too")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     work = [("linear", shape, 1) for shapes in LINEAR.values() for shape in shapes]
-    work += [("row_linear", shape, leaves) for shapes in ROW_LINEAR.values() for shape in shapes for leaves in (1, 8)]
-    order = (16, 256, 4096, 64, 512, 1024, 128, 16384, 32)  # what matters most first, should time run out
+    work += [("row_linear", shape, n) for shapes in ROW_LINEAR.values() for shape in shapes for n in (1, 2, 8)]
+    order = (16, 256, 4096, 64, 512, 128, 1024, 16384, 32)  # what matters most first, should time run out
     jobs = [
         (name, leaves, str(t))
         for name, leaves in sorted({w[::2] for w in work})
@@ -221,6 +268,9 @@ def main() -> int:
     begin = time.monotonic()
     compile_all(list(dict.fromkeys(jobs)))
     print(f"{len(set(jobs))} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    if arguments.compile_only:
+        return 0
+    attention_tiles(deadline)
     results = []
     for num_m in order:
         for name, (num_n, num_k), leaves in dict.fromkeys(work):

@@ -19,7 +19,7 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
 
 
 def run_gate(arguments: argparse.Namespace) -> int:
-    """0 if every gate that was asked for is passed (or listed), 1 if one fails, 2 if there is none of that name."""
+    """0 if every gate asked for is passed (or listed), 1 if one fails, 2 for a name or a device that is not there."""
     from skyrl_isoexec.gate.record import RECORDS, REGIONS, GateError, check_names
 
     regions = REGIONS if arguments.region is None else (arguments.region,)
@@ -52,9 +52,15 @@ def prove(regions: tuple[str, ...], arch: str, records: Path) -> int:
     """Run gates one after the other, all of them even if one fails."""
     import torch
 
+    from skyrl_isoexec.gate.device import require_device
     from skyrl_isoexec.gate.record import GateError
     from skyrl_isoexec.gate.run import run
 
+    try:
+        require_device(arch)
+    except GateError as error:
+        print(error, file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     failed = []
     for number, region in enumerate(regions, start=1):

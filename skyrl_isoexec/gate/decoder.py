@@ -2,7 +2,7 @@
 
 The cases are those of a contract: packed rows with and without a graph (trainer), pages filled by prefills or token by
 token (engine). Compared are log-probabilities over the full vocabulary, of two small models that differ in their norms,
-biases and head, in fp32 and bf16.
+biases and head, in fp32 and bf16; on Hopper in bf16 on the device, with heads as wide as its tensor core needs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CASES = ("trainer_fwd", "trainer_fwd_no_autograd", "engine_prefill", "engine_dec
 """Every way of computing a log-probability, by its name in a contract."""
 SIZES = {"vocab_size": 72, "hidden_size": 40, "intermediate_size": 56, "num_layers": 3, "max_position": 256}
 HEADS = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 6}
+TENSOR_CORE_HEADS = HEADS | {"head_dim": 64}
 CONSTANTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 MODELS = {
     "qwen3": {"family": "qwen3", "qk_norm": True},
@@ -49,13 +50,26 @@ def prove(proof: Proof, impls: str | Mapping[str, str], schedule: Schedule) -> N
     for model, fields in MODELS.items():
         for dtype in ("float32", "bfloat16"):
             prove_model(proof, f"{model} {dtype}", model_config(dtype, fields), kernels, definition)
+    _served(proof, kernels)
+
+
+def prove_on(device: str, proof: Proof, impls: str | Mapping[str, str], schedule: Schedule) -> None:
+    """The same on a device whose order PyTorch does not state: every check but the one against the definition."""
+    kernels = load_kernels(impls, schedule)
+    for model, fields in MODELS.items():
+        config = model_config("bfloat16", TENSOR_CORE_HEADS | fields)
+        prove_model(proof, f"{model} bfloat16", config, kernels, None, device)
+    _served(proof, kernels)
+
+
+def _served(proof: Proof, kernels: Kernels) -> None:
     for op, case in itertools.product(OPS, CASES):
         proof.reached(f"{op} served {case}", (op, case) in kernels.served)
 
 
 def model_config(dtype: str, fields: Mapping[str, object]) -> DecoderConfig:
     """A model that eight ranks and eight leaves cut evenly."""
-    return DecoderConfig(**SIZES, **HEADS, **CONSTANTS, dtype=dtype, **fields)
+    return DecoderConfig(**SIZES | HEADS | CONSTANTS | fields, dtype=dtype)
 
 
 def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
@@ -67,28 +81,29 @@ def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def builder(config: DecoderConfig, kernels: Kernels) -> Builder:
-    """make(axis=None, **stage) -> a loaded decoder."""
+def builder(config: DecoderConfig, kernels: Kernels, device: str = "cpu") -> Builder:
+    """make(axis=None, **stage) -> a loaded decoder on a device."""
     tensors = random_weights(config)
 
     def make(axis: Axis | None = None, **stage: object) -> Decoder:
-        decoder = Decoder(config, kernels, axis or SingleAxis(), kernels.schedule, **stage)
+        decoder = Decoder(config, kernels, axis or SingleAxis(), kernels.schedule, device=device, **stage)
         load(decoder, tensors)
         return decoder
 
     return make
 
 
-def token_ids(config: DecoderConfig, lengths: Sequence[int]) -> list[Tensor]:
-    """Random sequences."""
+def token_ids(config: DecoderConfig, lengths: Sequence[int], device: torch.device | str = "cpu") -> list[Tensor]:
+    """Random sequences, the same on every device."""
     random = torch.Generator().manual_seed(len(lengths))
-    return [torch.randint(config.vocab_size, (length,), generator=random) for length in lengths]
+    return [torch.randint(config.vocab_size, (length,), generator=random).to(device) for length in lengths]
 
 
 def packed(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, positions, cu_seqlens) of sequences laid end to end."""
-    cu = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0).int()
-    return torch.cat(list(sequences)), torch.cat([torch.arange(len(s)) for s in sequences]), cu
+    cu, ids = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0).int(), torch.cat(list(sequences))
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    return ids, positions.to(ids.device), cu.to(ids.device)
 
 
 def attend_packed(decoder: Decoder, cu: Tensor) -> Callable[..., Tensor]:
@@ -129,9 +144,16 @@ def decode_steps(sequences: Sequence[Tensor]) -> list[Rows]:
     return [[(r, t, t + 1) for r, s in enumerate(sequences) if t < len(s)] for t in range(longest)]
 
 
-def prove_model(proof: Proof, label: str, config: DecoderConfig, kernels: Kernels, definition: Kernels) -> None:
-    """Every check of one model."""
-    make, sequences = builder(config, kernels), token_ids(config, LENGTHS)
+def prove_model(
+    proof: Proof,
+    label: str,
+    config: DecoderConfig,
+    kernels: Kernels,
+    definition: Kernels | None,
+    device: str = "cpu",
+) -> None:
+    """Every check of one model; without a definition, all but that one."""
+    make, sequences = builder(config, kernels, device), token_ids(config, LENGTHS, device)
     runs = (
         lambda: trainer(make(), sequences, grad=True),
         lambda: trainer(make(), sequences, grad=False),
@@ -145,9 +167,10 @@ def prove_model(proof: Proof, label: str, config: DecoderConfig, kernels: Kernel
     whole = results[CASES[0]]
     for a, b in itertools.combinations(CASES, 2):
         proof.equal(f"{label}: pairs of cases", results[a], results[b], at=f"{a} and {b}")
-    short = sequences[:4]
-    expected = trainer(builder(config, definition)(), short, grad=False)
-    proof.equal(f"{label}: definition", expected, trainer(make(), short, grad=False))
+    if definition is not None:
+        short = sequences[:4]
+        expected = trainer(builder(config, definition)(), short, grad=False)
+        proof.equal(f"{label}: definition", expected, trainer(make(), short, grad=False))
     _packing(proof, f"{label}: packing", make(), sequences, whole)
     _cuts(proof, f"{label}: cut prefills", make(), config)
     _degrees(proof, f"{label}: tensor ranks", make, sequences, whole)
@@ -167,7 +190,7 @@ def _packing(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor],
 
 def _cuts(proof: Proof, name: str, decoder: Decoder, config: DecoderConfig) -> None:
     """A prompt in two parts, the second in one step with a decode row and a prefill of others, then decoded."""
-    sequences = token_ids(config, (LONG, 40, 20))
+    sequences = token_ids(config, (LONG, 40, 20), decoder.cos_sin_PD.device)
     whole = trainer(decoder, sequences, grad=False)
     for cut in CUTS:
         steps = [

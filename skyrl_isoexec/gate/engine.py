@@ -25,7 +25,8 @@ class Engine:
         self.decoder, self.sequences = decoder, sequences
         lengths = tuple(len(s) for s in sequences)
         like = torch.empty(0, config.num_kv_heads // size, config.head_dim, dtype=getattr(torch, config.dtype))
-        cache, self.table, slots = pages(like, lengths, decoder.schedule.kv_block, decoder.schedule)
+        made, self.device = pages(like, lengths, decoder.schedule.kv_block, decoder.schedule), sequences[0].device
+        cache, self.table, slots = (x.to(self.device) for x in made)
         self.caches = {index: cache.clone() for index in decoder.layer_indices}
         self.slots = slots.split(lengths)
         self.rows: list[list[Tensor | None]] = [[None] * length for length in lengths]
@@ -34,10 +35,10 @@ class Engine:
         """Compute the given positions of the given requests together, and keep their log-probabilities."""
         kernels, requests = self.decoder.kernels, [r for r, _, _ in rows]
         ids = torch.cat([self.sequences[r][lo:hi] for r, lo, hi in rows])
-        positions = torch.cat([torch.arange(lo, hi) for _, lo, hi in rows])
+        positions = torch.cat([torch.arange(lo, hi) for _, lo, hi in rows]).to(self.device)
         slots = torch.cat([self.slots[r][lo:hi] for r, lo, hi in rows])
-        starts = torch.tensor([0, *(hi - lo for _, lo, hi in rows)]).cumsum(0).int()
-        lengths = torch.tensor([hi for _, _, hi in rows], dtype=torch.int32)
+        starts = torch.tensor([0, *(hi - lo for _, lo, hi in rows)]).cumsum(0).int().to(self.device)
+        lengths = torch.tensor([hi for _, _, hi in rows], dtype=torch.int32, device=self.device)
         table = self.table[requests].contiguous()
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

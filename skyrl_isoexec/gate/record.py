@@ -83,8 +83,9 @@ def check_names(region: str, arch: str) -> None:
 
 
 def _version(distribution: str) -> str:
+    """Of a distribution, without the suffix that says where it was built."""
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

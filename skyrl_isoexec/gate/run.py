@@ -9,13 +9,18 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from skyrl_isoexec.gate.device import OnDevice, require_device
 from skyrl_isoexec.gate.record import DECODER, FILES, RECORDS, GateError, Record, load, mend, present_key, save
 from skyrl_isoexec.kernels.bundle import OPS
-from skyrl_isoexec.kernels.numeric.proof import Proof
+from skyrl_isoexec.kernels.numeric.proof import DTYPES, Proof
 from skyrl_isoexec.schedule import Schedule
 
 SCHEDULE = Schedule(num_leaves=8, kv_block=16, kv_partition=64)
 """The order of arithmetic that gates run with: leaves for eight ranks, partitions that short contexts cross."""
+TENSOR_CORE = ("attention", "linear", "row_linear")
+"""Operators whose order on the device no PyTorch function states."""
+OWN_ORDER = ("logprob", "rmsnorm")
+"""Operators that the device adds in another order, which `reference_<arch>.py` states."""
 SHOWN = 5
 """Failures that a message lists; it counts the others."""
 
@@ -23,13 +28,37 @@ Progress = Callable[[str], None]
 
 
 def prove(region: str, arch: str, proof: Proof) -> None:
-    """Collect every check of a region in `proof`."""
+    """Collect every check of a region in `proof`. GateError where there is no device of this arch."""
+    device = require_device(arch)
+    if arch == "cpu":
+        _prove_here(region, arch, proof)
+    else:
+        prove_there(region, arch, proof, device)
+    proof.finish()
+
+
+def _prove_here(region: str, arch: str, proof: Proof) -> None:
     if region == DECODER:
         import_module("skyrl_isoexec.gate.decoder").prove(proof, dict.fromkeys(OPS, FILES[arch]), SCHEDULE)
-    else:
-        implementation = import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}")
-        import_module(f"skyrl_isoexec.kernels.{region}.gate").prove(proof, implementation, SCHEDULE)
-    proof.finish()
+        return
+    implementation = import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}")
+    import_module(f"skyrl_isoexec.kernels.{region}.gate").prove(proof, implementation, SCHEDULE)
+
+
+def prove_there(region: str, arch: str, proof: Proof, device: str) -> None:
+    """The checks of an arch that takes bf16 alone, whose order is its own reference's, or none that PyTorch states."""
+    if region == DECODER:
+        import_module("skyrl_isoexec.gate.decoder").prove_on(device, proof, dict.fromkeys(OPS, FILES[arch]), SCHEDULE)
+        return
+    implementation = OnDevice(import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}"), device)
+    given = {} if region == "logprob" else {"dtypes": {"bf16": DTYPES["bf16"]}}
+    if region in TENSOR_CORE:
+        given["definition"] = None
+    elif region in OWN_ORDER:
+        given["definition"] = import_module(f"skyrl_isoexec.kernels.{region}.reference_{arch}")
+    import_module(f"skyrl_isoexec.kernels.{region}.gate").prove(proof, implementation, SCHEDULE, **given)
+    if device != "cpu":
+        implementation.prove_replays(proof)
 
 
 def run(region: str, arch: str, progress: Progress | None = None, records: Path = RECORDS) -> Record:

@@ -13,8 +13,8 @@ from skyrl_isoexec.schedule import Schedule
 
 OPS = ("attention", "embedding", "linear", "logprob", "rmsnorm", "rope", "row_linear", "swiglu")
 """The operators, by the name of their folder."""
-IMPLEMENTATIONS = ("cpu", "reference")
-"""Files that an operator's folder has one implementation in."""
+IMPLEMENTATIONS = ("cpu", "kernel", "reference")
+"""Files that an operator's folder has one implementation in: compiled for the CPU, for Hopper (Triton), and eager."""
 FIELD_OP = {
     "linear": "linear",
     "pack": "linear",

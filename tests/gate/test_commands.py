@@ -63,3 +63,13 @@ def test_records_travel_with_an_installation(root: Path) -> None:
 
 def test_cases_are_those_of_a_contract() -> None:
     assert decoder.CASES == tuple(case.name for case in CASES)
+
+
+def test_an_arch_whose_device_is_not_here_is_refused_by_name(root: Path, tmp_path: Path) -> None:
+    """Before anything runs; what is recorded can be listed anywhere."""
+    done = isoexec(root, "--arch", "sm90", "--records", str(tmp_path))
+    if done.returncode == 0:
+        pytest.skip("there is a Hopper GPU")
+    assert done.returncode == 2 and "arch sm90 needs a CUDA device of compute capability 9.0" in done.stderr
+    assert not done.stdout and not list(tmp_path.iterdir())
+    assert isoexec(root, "--arch", "sm90", "--list").returncode == 0

@@ -86,7 +86,7 @@ def test_every_function_that_computes_is_recorded(kernels):
 def test_implementations_agree(same_bits):
     """A few rows through both names, over the operators bound to the schedule as well."""
     schedule = Schedule(num_leaves=4)
-    cpu, reference = (load_kernels(impl, schedule) for impl in IMPLEMENTATIONS)
+    cpu, reference = (load_kernels(impl, schedule) for impl in ("cpu", "reference"))
     x, w = torch.randn(5, 64), torch.randn(32, 64)
     same_bits(cpu.row_linear(x, w, 4), reference.row_linear(x, w, 4))
     same_bits(cpu.logprobs(x), reference.logprobs(x))
@@ -95,8 +95,18 @@ def test_implementations_agree(same_bits):
 
 
 def test_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="'triton' of attention.*'cpu', 'reference'"):
+    with pytest.raises(ValueError, match="'triton' of attention.*'cpu', 'kernel', 'reference'"):
         load_kernels("triton", Schedule())
+
+
+def test_the_kernels_of_hopper_need_no_compiler_of_the_cpu():
+    """A process that computes with them imports neither numba nor a file of the CPU's loops."""
+    pytest.importorskip("triton")
+    code = "import sys\nfrom skyrl_isoexec.kernels.bundle import load_kernels\n"
+    code += "from skyrl_isoexec.schedule import Schedule\nload_kernels('kernel', Schedule(num_leaves=2))\n"
+    code += "found = [name for name in sys.modules if name.startswith('skyrl_isoexec') and name.endswith('.cpu')]\n"
+    code += "assert not found and 'numba' not in sys.modules, found"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_importing_the_bundle_imports_no_compiler():

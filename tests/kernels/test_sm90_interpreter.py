@@ -67,7 +67,9 @@ def test_gradients(name, function, check_backward):
 
 
 @interpreted
-@pytest.mark.parametrize("tile", ["swap 16 16 32 w4 s2 x1", "rows 16 32 64 w4 s2 x1", "tma 16 16 64 w4 s2 x1"])
+@pytest.mark.parametrize(
+    "tile", ["swap 16 16 32 w4 s2 x1", "rows 16 32 64 w4 s2 x1", "tma 16 16 64 w4 s2 x1", "tma 16 48 32 w4 s2 x1"]
+)
 def test_linear(tile, same_bits):
     from skyrl_isoexec.kernels.numeric.sm90_product import Tile
 
@@ -89,6 +91,10 @@ def test_row_linear_is_the_same_tree_under_every_tile_split_and_degree(same_bits
     root = tree(torch.stack([(a @ b.T).float() for a, b in parts]))
     for tile in ("swap 16 16 32 w4 s2 x1", "rows 16 32 32 w4 s2 x1", "tma 16 16 32 w4 s2 x1", "rows 16 32 16 w4 s2 x4"):
         same_bits(op("row_linear").forward(x, w, leaves, Tile.parse(tile)), root)
+    for fewer in (1, 2, 4):
+        nodes = zip(x.double().chunk(fewer, 1), w.double().chunk(fewer, 1), strict=True)
+        some = tree(torch.stack([(a @ b.T).float() for a, b in nodes]))
+        same_bits(op("row_linear").forward(x, w, fewer, Tile.parse("tma 16 32 32 w4 s2 x1")), some)
     for degree in (2, 8):
         tile = Tile.parse("swap 16 16 32 w4 s2 x1")
         nodes = [

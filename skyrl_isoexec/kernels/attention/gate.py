@@ -1,14 +1,18 @@
 """Proof of attention: a row's bits are the reference's, whatever the batch, the pages and the cut of a prefill.
 
+Where the tensor core hides the order (`definition` None), every tile of a prefill must give the same bits, which keep a
+bound; all other checks are the same.
+
 Shapes: T tokens, N query heads, K key-value heads, D head dimension, R requests, P pages of a request.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from skyrl_isoexec.kernels.attention import cases, reference
+from skyrl_isoexec.kernels.attention import cases, reference, spec
 from skyrl_isoexec.kernels.attention.cases import Case
 from skyrl_isoexec.kernels.numeric.proof import DEGREES, DTYPES, ROW_COUNTS, Proof
 from skyrl_isoexec.schedule import Schedule
@@ -23,17 +27,33 @@ SHAPES = (
     (4, 2, 12, (300,), 16, 128),
     (2, 1, 256, (40,), 256, 512),
 )
+TENSOR_CORE_SHAPES = (
+    (9, 3, 64, (70,), 16, 32),
+    (5, 5, 80, (17, 16, 15), 16, 16),
+    (8, 2, 128, (700, 3), 64, 512),
+    (8, 1, 256, (600,), 64, 512),
+)
+TILES = ((16, 4, 3), (64, 4, 2), (64, 8, 2), (128, 4, 2), (128, 8, 2))
+"""(rows, warps, stages) of a prefill's tiles."""
+ROUNDINGS = 4 * 2.0**-9
+"""What weights, their sum and the result may lose to bf16, each half a unit of 2**-8; the fourth is for fp32 sums."""
 CUTS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 139)
 """Where a prefill of 140 tokens is cut: around blocks, pages and partitions."""
 NEIGHBOURS = ((1,), (9,), (10,), (129,), (8192,), (1,) * 40, (129, 1, 9, 300, 1))
 """Query lengths beside a decode row."""
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(
+    proof: Proof,
+    impl: ModuleType,
+    schedule: Schedule,
+    dtypes: Mapping[str, torch.dtype] = DTYPES,
+    definition: ModuleType | None = reference,
+) -> None:
     """Collect every check of `impl` in `proof`; `schedule` has the block and partition of all but a few shapes."""
-    for label, dtype in DTYPES.items():
-        _reference(proof, impl, schedule, label, dtype)
-        _pages(proof, impl, schedule, label, dtype)
+    for label, dtype in dtypes.items():
+        (_tensor_core if definition is None else _reference)(proof, impl, schedule, label, dtype)
+        _pages(proof, impl, schedule, label, dtype, keys_like_values=definition is None)
         _cuts(proof, impl, schedule, label, dtype)
         _neighbours(proof, impl, schedule, label, dtype)
         _batch(proof, impl, schedule, label, dtype)
@@ -78,7 +98,41 @@ def _reference(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, d
         proof.equal(f"{label} shapes", expected, impl.attention(*inputs, case.scale, schedule=order), at=f"{case}")
 
 
-def _pages(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype: torch.dtype) -> None:
+def _tensor_core(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype: torch.dtype) -> None:
+    """Every tile, and a bound where scores are finite."""
+    order = [(Case(kind=kind), schedule) for kind in cases.KINDS]
+    order += [
+        (Case(kind="normal", lengths=n, num_heads=h, num_kv_heads=k, head_dim=d), Schedule(kv_block=b, kv_partition=p))
+        for h, k, d, n, b, p in TENSOR_CORE_SHAPES
+    ]
+    for case, given in order:
+        inputs = cases.rows(case, dtype)
+        if case.head_dim == Case.head_dim:
+            proof.reached(f"{label} {case.kind}", cases.reached(case, *inputs, given))
+        out = impl.attention(*inputs, case.scale, schedule=given)
+        if case.kind not in ("minus_inf", "nan"):
+            proof.within(f"{label} within the bound", out, *_exact(*inputs, case.scale), at=f"{case}")
+        for tile in TILES:
+            found = impl.forward(*inputs, case.scale, given, tile)[0]
+            proof.equal(f"{label} tiles", out, found, at=f"{case}, {tile}")
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(attention, bound) in float64: what is rounded to bf16 loses a part of the sum of weights times |values|."""
+    group, out, bound = q.shape[1] // k.shape[1], [], []
+    for lo, hi in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        keys, values = (x[lo:hi].double().repeat_interleave(group, 1) for x in (k, v))
+        s = torch.einsum("tnd,cnd->ntc", q[lo:hi].double(), keys) * scale
+        hidden = torch.ones(hi - lo, hi - lo, dtype=torch.bool).triu(1)
+        weights = s.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("ntc,cnd->tnd", weights, values))
+        bound.append(torch.einsum("ntc,cnd->tnd", weights, values.abs()) * ROUNDINGS)
+    return torch.cat(out), torch.cat(bound)
+
+
+def _pages(
+    proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype: torch.dtype, keys_like_values: bool
+) -> None:
     """Pages equal packed rows, and both implementations write the same cache."""
     for kind in cases.KINDS:
         case = Case(kind=kind)
@@ -90,7 +144,11 @@ def _pages(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype
             model.write()
             at = f"{kind}, pages of {page}"
             proof.reached(f"{label} NaN in the cache", paged.cache.isnan().sum())
-            proof.equal(f"{label} pages", model.cache, paged.cache, at=f"{at}, cache")
+            expected = model.cache
+            if keys_like_values:  # each head's keys as [page_size, D] in the place of [D, page_size]
+                keys, _values = spec.planes(expected)
+                keys.copy_(keys.transpose(2, 3).reshape(keys.shape))
+            proof.equal(f"{label} pages", expected, paged.cache, at=f"{at}, cache")
             proof.equal(f"{label} pages", out, paged.attend(paged.q, paged.table, paged.cu, paged.lens), at=at)
 
 

@@ -44,6 +44,11 @@ def tile(num_rows: int, head_dim: int) -> tuple[int, int, int]:
     return (128, 8, 3) if head_dim <= 128 else (128, 8, 2)
 
 
+def _width(head_dim: int) -> int:
+    """Columns of a tile: the tensor core takes 16 at a time."""
+    return max(16, power_of_two(head_dim))
+
+
 def _strides(page_size: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
     """Where a key lies in a cache: [P, 2, K, page_size, D]."""
     return {
@@ -72,7 +77,7 @@ def forward(
         loops.attend[(num_tokens // (rows // group) + num_requests, num_kv_heads)](
             q_TND, k_TKD, v_TKD, starts, starts, starts, out, lse, num_requests, num_tokens, num_heads,
             num_kv_heads * head_dim, 0, head_dim, 0, scale * LOG2_E, 0,
-            D=head_dim, WIDTH=power_of_two(head_dim), GROUP=group, BQ=rows // group, BM=rows,
+            D=head_dim, WIDTH=_width(head_dim), GROUP=group, BQ=rows // group, BM=rows,
             BKV=schedule.kv_block, PART=schedule.kv_partition, PAGE=0, LSE=True, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
@@ -123,7 +128,7 @@ def paged(
     """
     num_tokens, num_heads, head_dim = q_TND.shape
     num_kv_heads, page_size, num_requests = cache.shape[2], cache.shape[4], seq_lens.shape[0]
-    group, width = num_heads // num_kv_heads, power_of_two(head_dim)
+    group, width = num_heads // num_kv_heads, _width(head_dim)
     if not num_tokens or not num_requests:
         return out
     part = schedule.kv_partition

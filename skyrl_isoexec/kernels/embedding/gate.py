@@ -1,5 +1,6 @@
 """Proof of the gather: it moves bits, every bit, wherever a row of the table lies."""
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -12,9 +13,9 @@ from skyrl_isoexec.schedule import Schedule
 from skyrl_isoexec.schedule.bits import bit_view
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(proof: Proof, impl: ModuleType, schedule: Schedule, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
     """Collect every check of `impl` in `proof`; the schedule does not enter a gather."""
-    for label, dtype in DTYPES.items():
+    for label, dtype in dtypes.items():
         for name, (ids, w) in cases(dtype).items():
             found = impl.embedding(ids, w)
             if name == "no rows":

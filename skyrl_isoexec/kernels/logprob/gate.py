@@ -19,16 +19,16 @@ SIZES = ((1, 1), (7, 1), (1001, 1), (640, 8), (1040, 2))
 TEMPERATURES = (1.0, 0.6, 1.5, "rows")
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(proof: Proof, impl: ModuleType, schedule: Schedule, definition: ModuleType = reference) -> None:
     """Collect every check of `impl` in `proof`; logits are fp32 whatever the model is. Leaves are the schedule's."""
     for kind in cases.KINDS:
         proof.reached(kind, cases.reached(kind, cases.rows(kind, 40, 504)))
         for size, num_leaves in SIZES:
-            _reference(proof, impl, kind, size, num_leaves)
+            _reference(proof, impl, definition, kind, size, num_leaves)
     for kind in cases.KINDS:
         _tokens(proof, impl, kind)
     for kind in cases.KINDS:
-        _degrees(proof, impl, kind, schedule.num_leaves)
+        _degrees(proof, impl, definition, kind, schedule.num_leaves)
     _temperatures(proof, impl)
     _logarithm(proof, impl)
     logits = cases.rows("normal", 33, 999)
@@ -53,8 +53,8 @@ def _ids(logits: Tensor) -> Tensor:
     return torch.randint(logits.shape[1], logits.shape[:1], generator=torch.Generator().manual_seed(3))
 
 
-def _reference(proof: Proof, impl: ModuleType, kind: str, size: int, num_leaves: int) -> None:
-    """Whole rows, single tokens and the entropy."""
+def _reference(proof: Proof, impl: ModuleType, definition: ModuleType, kind: str, size: int, num_leaves: int) -> None:
+    """Whole rows, single tokens and, where an implementation has it, the entropy."""
     logits = cases.rows(kind, 9, size)
     ids = _ids(logits)
     for name in TEMPERATURES:
@@ -63,9 +63,9 @@ def _reference(proof: Proof, impl: ModuleType, kind: str, size: int, num_leaves:
             (
                 module.logprobs(logits, at, num_leaves=num_leaves),
                 module.token_logprobs(logits, ids, at, num_leaves=num_leaves),
-                module.entropy(logits, at, num_leaves=num_leaves),
+                *([module.entropy(logits, at, num_leaves=num_leaves)] if hasattr(impl, "entropy") else []),
             )
-            for module in (reference, impl)
+            for module in (definition, impl)
         )
         where = f"{kind}, {size} tokens, {num_leaves} leaves, temperature {name}"
         proof.equal("reference", expected, found, at=where)
@@ -85,18 +85,18 @@ def _tokens(proof: Proof, impl: ModuleType, kind: str) -> None:
         proof.equal("token of a row", chosen, recorded, at=f"{kind}, temperature {name}, with a graph")
 
 
-def _degrees(proof: Proof, impl: ModuleType, kind: str, num_leaves: int) -> None:
+def _degrees(proof: Proof, impl: ModuleType, definition: ModuleType, kind: str, num_leaves: int) -> None:
     """Ranks with slices of the vocabulary make the bits of one; so do their parts of the gradient."""
     logits, grad = cases.rows(kind, 12, num_leaves * 35), torch.arange(12) * 0.125 - 0.75
     ids = _ids(logits)
     chosen = logits.gather(1, ids[:, None])[:, 0]
     for name in (1.0, "rows"):
         at = _temperature(name, 12)
-        rows = reference.logprobs(logits, at, num_leaves=num_leaves)
-        tokens = reference.token_logprobs(logits, ids, at, num_leaves=num_leaves)
-        m = reference.row_max(logits, at)
-        total = reference.total(reference.leaf_sums(logits, m, num_leaves, at))
-        whole_grad = reference.grad_logits(grad, logits, ids, m, total, at)
+        rows = definition.logprobs(logits, at, num_leaves=num_leaves)
+        tokens = definition.token_logprobs(logits, ids, at, num_leaves=num_leaves)
+        m = definition.row_max(logits, at)
+        total = definition.total(definition.leaf_sums(logits, m, num_leaves, at))
+        whole_grad = definition.grad_logits(grad, logits, ids, m, total, at)
         for size in (degree for degree in DEGREES if degree <= num_leaves):
             shards, width = logits.chunk(size, 1), logits.shape[1] // size
             maxima = torch.stack([impl.row_max(x, at) for x in shards]).amax(0)

@@ -82,6 +82,13 @@ class Proof:
             if different:
                 self.failures.append(f"{name}{f', {at}' if at else ''}: {what}")
 
+    def within(self, name: str, found: Tensor, exact: Tensor, bound: Tensor, at: str = "") -> None:
+        """Elements no further from their exact values than their bound, all float64; counts as a hazard of the name."""
+        far = ~((found.double() - exact).abs() <= bound)
+        if far.any():
+            self.failures.append(f"{name}{f', {at}' if at else ''}: {int(far.sum())} of {far.numel()} exceed the bound")
+        self.reached(name, far.numel())
+
     def empty(self, name: str, expected: Results, found: Results) -> None:
         """Results of no rows: equal shape and dtype, and no elements; counts as the hazard "<name>: empty"."""
         for a, b in zip(_tensors(expected), _tensors(found), strict=True):

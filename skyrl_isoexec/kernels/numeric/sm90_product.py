@@ -22,7 +22,9 @@ from skyrl_isoexec.kernels.numeric.sm90 import SUM_TYPE, dot, narrow, widen
 GROUP = 8
 """Tile rows that neighbouring programs share, so that the weight is read from the L2 cache."""
 MAX_LEAVES = 8
-"""Leaves one program adds in registers; more are split over programs."""
+"""Leaves one program adds; more are split over programs."""
+SHARED_BYTES, ACCUMULATORS = 232_448, 128 * 256
+"""Shared memory of a multiprocessor, and elements of tiles whose accumulators fit into its registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,22 @@ class Tile:
         if self.kind != "tma":
             return True
         whole = num_leaves == 1 or num_k // num_leaves % self.k == 0  # past a leaf's end lies the next leaf
-        return aligned and num_n % 8 == 0 and self.split == 1 and whole
+        return aligned and num_n % 8 == 0 and self.split == 1 and whole and (num_leaves == 1 or not self.side)
+
+    @property
+    def side(self) -> int:
+        """Columns of the second accumulator: a third of a number of columns that is 3 times a power of two, else 0."""
+        return self.n // 3 if self.n % 3 == 0 else 0
+
+    def width(self, is_wide: bool) -> int:
+        """Columns that the copy engine stores at once; `is_wide`: of fp32, a tile of which is stored in halves."""
+        return self.side or (self.n // 2 if is_wide and self.n > 16 else self.n)
+
+    def resident(self, is_wide: bool) -> int:
+        """Programs that one multiprocessor holds at a time, by their shared memory and accumulators."""
+        stored = self.m * self.width(is_wide) * (4 if is_wide else 2)
+        shared = 2 * self.stages * (self.m + self.n) * self.k + stored + 1024
+        return max(1, min(SHARED_BYTES // shared, ACCUMULATORS // (self.m * self.n), 4))
 
 
 @triton.jit
@@ -152,45 +169,71 @@ def _product(
 
 
 @triton.jit
-def _leaf_tma(x, w, row, column, first, depth, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    acc = tl.zeros((BM, BN), SUM_TYPE)
-    for start in range(0, depth, BK):
-        acc = dot(x.load([row, first + start]), w.load([column, first + start]).T, acc)
-    return acc.to(tl.float32)
+def _store_tma(out, y, row, column, WIDTH: tl.constexpr):
+    """Store a tile through the copy engine, whole or in two halves of WIDTH columns, which need half the memory."""
+    if y.shape[1] == WIDTH:
+        out.store([row, column], y)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(y, (y.shape[0], 2, WIDTH)), (0, 2, 1)))
+        out.store([row, column], left)
+        out.store([row, column + WIDTH], right)
 
 
 @triton.jit(do_not_specialize=["num_m"])
 def _product_tma(
-    x, w, bias, out, num_m, num_n, depth,
-    LEAVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
-    GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    x, w, side, bias, out, scratch, num_m, num_n, depth,
+    LEAVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
+    BIAS: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """As `_product`, through the copy engine: a program computes every num_programs(0)-th tile."""
-    num_tiles = tl.cdiv(num_m, BM) * tl.cdiv(num_n, BN)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=LEAVES == 1 and DTYPE != tl.float32):
-        tile_m, tile_n = _place(tile, num_m, num_n, BM, BN, GROUP)
-        for leaf in tl.static_range(LEAVES):
-            node = _leaf_tma(x, w, tile_m * BM, tile_n * BN, leaf * depth, depth, BM, BN, BK)
-            if leaf % 2 == 0:
-                left_1 = node
-            else:
-                node = left_1 + node
-                if leaf % 4 == 1:
-                    left_2 = node
-                else:
-                    node = left_2 + node
-                    if leaf % 8 == 3:
-                        left_4 = node
-                    else:
-                        node = left_4 + node
-        columns = tile_n * BN + tl.arange(0, BN)
-        y = _rounded(node, bias, columns, num_n, DTYPE, False, BIAS)
-        if DTYPE == tl.float32:  # a tile of this type would not fit into shared memory beside the operands
-            rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
-            there = (rows[:, None] < num_m) & (columns[None, :] < num_n)
-            tl.store(out + rows[:, None] * num_n + columns[None, :], y, mask=there)
+    """As `_product`, through the copy engine: a program computes every num_programs(0)-th tile, leaf by leaf.
+
+    A tile has BN + SIDE columns, in two accumulators. The left operands of the tree that wait are `left_1` and `left_2`
+    in registers, and the first half of eight leaves, longest of all, in the program's part of `scratch`.
+    """
+    num_tiles = tl.cdiv(num_m, BM) * tl.cdiv(num_n, BN + SIDE)
+    mine = tl.cdiv(num_tiles - tl.program_id(0), tl.num_programs(0))
+    if LEAVES > 1:
+        left_1, left_2 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for item in tl.range(0, mine * LEAVES, flatten=LEAVES == 1):
+        tile, leaf = tl.program_id(0) + item // LEAVES * tl.num_programs(0), item % LEAVES
+        tile_m, tile_n = _place(tile, num_m, num_n, BM, BN + SIDE, GROUP)
+        row, column = tile_m * BM, tile_n * (BN + SIDE)
+        node = tl.zeros((BM, BN), SUM_TYPE)
+        if SIDE:
+            beside = tl.zeros((BM, SIDE), SUM_TYPE)
+        for start in range(0, depth, BK):
+            at = leaf * depth + start
+            left = x.load([row, at])
+            node = dot(left, w.load([column, at]).T, node)
+            if SIDE:
+                beside = dot(left, side.load([column + BN, at]).T, beside)
+        node = node.to(tl.float32)
+        if LEAVES == 1:
+            y = _rounded(node, bias, column + tl.arange(0, BN), num_n, DTYPE, False, BIAS)
+            _store_tma(out, y, row, column, WIDTH)
+            if SIDE:
+                columns = column + BN + tl.arange(0, SIDE)
+                y = _rounded(beside.to(tl.float32), bias, columns, num_n, DTYPE, False, BIAS)
+                _store_tma(out, y, row, column + BN, WIDTH)
+        elif leaf % 2 == 0:
+            left_1 = node
         else:
-            out.store([tile_m * BM, tile_n * BN], y)
+            node = left_1 + node
+            if LEAVES == 2:
+                _store_tma(out, node, row, column, WIDTH)
+            elif leaf % 4 == 1:
+                left_2 = node
+            else:
+                node = left_2 + node
+                if LEAVES == 4:
+                    _store_tma(out, node, row, column, WIDTH)
+                else:
+                    at = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None] * BN + tl.arange(0, BN)[None, :]
+                    if leaf == 3:
+                        tl.store(scratch + at, node)
+                        tl.debug_barrier()
+                    else:
+                        _store_tma(out, tl.load(scratch + at) + node, row, column, WIDTH)
 
 
 @triton.jit
@@ -254,14 +297,20 @@ def product(
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bias, leaves = out if bias_N is None else bias_N, num_leaves // tile.split
     if tile.kind == "tma":
-        programs = min(num_processors(x_MK.device.index), num_tiles)
-        x, w = (TensorDescriptor.from_tensor(t, [m, tile.k]) for t, m in ((x_MK, tile.m), (w_NK, tile.n)))
         is_wide = out_dtype == torch.float32
-        y, dtype = (out, tl.float32) if is_wide else (TensorDescriptor.from_tensor(out, [tile.m, tile.n]), tl.bfloat16)
+        programs = min(num_processors(x_MK.device.index) * tile.resident(is_wide), num_tiles)
+        main, width = tile.n - tile.side, tile.width(is_wide)
+        x, w, side = (
+            TensorDescriptor.from_tensor(t, [n, tile.k])
+            for t, n in ((x_MK, tile.m), (w_NK, main), (w_NK, tile.side or main))
+        )
+        scratch = out
+        if leaves == MAX_LEAVES:
+            scratch = torch.empty(programs, tile.m, main, dtype=torch.float32, device=out.device)
         _product_tma[(programs,)](
-            x, w, bias, y, num_m, num_n, num_k // num_leaves,
-            LEAVES=leaves, BM=tile.m, BN=tile.n, BK=tile.k, BIAS=bias_N is not None, GROUP=GROUP, DTYPE=dtype,
-            **options,
+            x, w, side, bias, TensorDescriptor.from_tensor(out, [tile.m, width]), scratch, num_m, num_n,
+            num_k // num_leaves, LEAVES=leaves, BM=tile.m, BN=main, SIDE=tile.side, BK=tile.k,
+            BIAS=bias_N is not None, GROUP=GROUP, DTYPE=tl.float32 if is_wide else tl.bfloat16, WIDTH=width, **options,
         )  # fmt: skip
         return out
     _product[(num_tiles, tile.split)](

@@ -1,7 +1,7 @@
 """The table of admitted tiles of an operator: a plain lookup by shape, made offline, the same in every process.
 
 Notable: nothing is timed or chosen in a run. A table is JSON beside the operator: "made" says on what card and by what
-command; for a shape "N K leaves" there are rows [largest M, tiles], and "default" serves the shapes that are not listed.
+command; for a shape "N K leaves" it has rows [largest M, tiles], and "default" serves the shapes that are not listed.
 The first tile that suits the operands is taken. What must stay equal: nothing here, because every tile of a table has
 been shown to give the same bits (`scripts/tune_sm90.py`).
 """
@@ -27,6 +27,11 @@ class Table:
             for shape, rows in data["shapes"].items()
         }
         self.choose = lru_cache(maxsize=65536)(self._choose)
+
+    def tiles(self, num_n: int, num_k: int, num_leaves: int, aligned: bool) -> list[Tile]:
+        """Every tile of the table that suits a shape, once, in the order of their names."""
+        known = {tile for rows in self.shapes.values() for _last, tiles in rows for tile in tiles}
+        return sorted((tile for tile in known if tile.suits(num_n, num_k, num_leaves, aligned)), key=str)
 
     def _choose(self, num_m: int, num_n: int, num_k: int, num_leaves: int, aligned: bool) -> Tile:
         for shape in (f"{num_n} {num_k} {num_leaves}", "default"):

@@ -1,5 +1,6 @@
 """Proof of the norm: a row depends on itself and the weight alone, in the order that the reference states."""
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -13,11 +14,17 @@ from skyrl_isoexec.schedule import Schedule
 WIDTH = 250
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(
+    proof: Proof,
+    impl: ModuleType,
+    schedule: Schedule,
+    dtypes: Mapping[str, torch.dtype] = DTYPES,
+    definition: ModuleType = reference,
+) -> None:
     """Collect every check of `impl` in `proof`; the schedule does not enter a norm."""
-    for label, dtype in DTYPES.items():
+    for label, dtype in dtypes.items():
         for name, (x, residual, w) in cases(dtype).items():
-            expected = (reference.rmsnorm(x, w, EPS), *reference.add_rmsnorm(x, residual, w, EPS))
+            expected = (definition.rmsnorm(x, w, EPS), *definition.add_rmsnorm(x, residual, w, EPS))
             found = (impl.rmsnorm(x, w, EPS), *impl.add_rmsnorm(x, residual, w, EPS))
             if name == "no rows":
                 proof.empty(f"{label} no rows", expected, found)
@@ -41,7 +48,8 @@ def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
         anchor = tuple(normal(i, 1, WIDTH, dtype=dtype) for i in (6, 7))
         proof.rows(f"{label} rows", lambda x, w=w: impl.rmsnorm(x, w, EPS), pool[:1], anchor[:1])
         proof.rows(f"{label} rows, sum", lambda x, r, w=w: impl.add_rmsnorm(x, r, w, EPS), pool, anchor)
-    subnormal = torch.full((2, 40), 1e-42)
-    proof.reached("subnormal rows", (subnormal.abs() < torch.finfo(torch.float32).tiny).sum())
-    ones = torch.ones(40)
-    proof.equal("subnormal rows", reference.rmsnorm(subnormal, ones, EPS), impl.rmsnorm(subnormal, ones, EPS))
+        subnormal, ones = torch.full((2, 40), 1e-40, dtype=dtype), torch.ones(40, dtype=dtype)
+        is_subnormal = (subnormal != 0) & (subnormal.abs() < torch.finfo(torch.float32).tiny)
+        proof.reached(f"{label} subnormal rows", is_subnormal.sum())
+        expected = definition.rmsnorm(subnormal, ones, EPS)
+        proof.equal(f"{label} subnormal rows", expected, impl.rmsnorm(subnormal, ones, EPS))

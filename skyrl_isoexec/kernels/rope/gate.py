@@ -1,5 +1,6 @@
 """Proof of the rotation: a token's bits depend on its own numbers and its position alone."""
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -13,9 +14,9 @@ from skyrl_isoexec.schedule import Schedule
 HEADS, HEAD_DIM = 8, 64
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(proof: Proof, impl: ModuleType, schedule: Schedule, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
     """Collect every check of `impl` in `proof`; the schedule does not enter a rotation."""
-    for label, dtype in DTYPES.items():
+    for label, dtype in dtypes.items():
         for name, (x, positions, cos_sin) in cases(dtype).items():
             expected, found = reference.rope(x, positions, cos_sin), impl.rope(x, positions, cos_sin)
             if name == "no rows":

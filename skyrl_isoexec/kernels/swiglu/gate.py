@@ -1,5 +1,6 @@
 """Proof of silu(gate) * up: an element depends on itself alone, also where the sigmoid is subnormal, 0 or 1."""
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -11,9 +12,9 @@ from skyrl_isoexec.kernels.swiglu.cases import cases
 from skyrl_isoexec.schedule import Schedule
 
 
-def prove(proof: Proof, impl: ModuleType, schedule: Schedule) -> None:
+def prove(proof: Proof, impl: ModuleType, schedule: Schedule, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
     """Collect every check of `impl` in `proof`; the schedule does not enter the product."""
-    for label, dtype in DTYPES.items():
+    for label, dtype in dtypes.items():
         for name, (gate, up) in cases(dtype).items():
             expected, found = reference.silu_mul(gate, up), impl.silu_mul(gate, up)
             if name == "no rows":
