@@ -284,7 +284,7 @@ def variable_in_one_worker() -> None:
 
 
 class FlippingPolicy(Policy):
-    """The trainer's worker that lets one bit of a weight change in the engine after it was sent, before it is proven."""
+    """The trainer's worker; one bit of a weight changes in the engine after it was sent, before it is proven."""
 
     async def init_weight_sync_state(self, inference_engine_client, inference_engine_cfg) -> None:
         """As the worker's; its proof is made after the flip."""
