@@ -19,8 +19,14 @@ def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, se
 
     TypeError for a model that is not built from a contract.
     """
+    stage = _decoder(module).stage
+    device = next(stage.parameters()).device
+    with device:  # how arithmetic rounds is found out where the model computes
+        found = decoder_facts(stage, decode(contract_text), PATCHED)
+    if device.type == "cuda":
+        found["device.arch"] = "sm{}{}".format(*torch.cuda.get_device_capability())
     return {
-        **decoder_facts(_decoder(module).stage, decode(contract_text), PATCHED),
+        **found,
         "runtime": "megatron",
         "model.class": type(unwrap(module)).__name__,
         "constant.temperature": float_bits(temperature),

@@ -24,7 +24,8 @@ from skyrl_isoexec.runtimes.vllm.axes import tensor_axis
 from skyrl_isoexec.runtimes.vllm.checks import check_contract, check_engine, read_model_config
 from skyrl_isoexec.runtimes.vllm.install import install_log_softmax, installed_log_softmax
 from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
-from skyrl_isoexec.runtimes.vllm.weights import WeightLoader
+from skyrl_isoexec.runtimes.vllm.steps import Steps
+from skyrl_isoexec.runtimes.vllm.weights import WeightLoader, expected_table
 
 
 class IsoExecForCausalLM(Decoder):
@@ -43,9 +44,10 @@ class IsoExecForCausalLM(Decoder):
         table = self.cos_sin_PD
         del self.cos_sin_PD
         self.cos_sin_PD = table  # no buffer: a reload of the weights would take it for one of them
-        self.settings, self.loader = settings, WeightLoader(self)
+        self.restore_table()
+        self.settings, self.loader, self.steps = settings, WeightLoader(self), Steps(kernels, self._check_ready)
         install_log_softmax(kernels.logprobs)
-        backend, last = bind(kernels, settings.schedule.kv_block), config.num_layers - 1
+        backend, last = bind(kernels, settings.schedule.kv_block, self.steps.begin), config.num_layers - 1
         self.pages = nn.ModuleList(
             Attention(
                 config.num_heads // self.axis.size,
@@ -85,11 +87,13 @@ class IsoExecForCausalLM(Decoder):
                 if value is not None
             ]
             raise TypeError(f"IsoExecForCausalLM takes token ids and positions; it was given {given}")
-        self.kernels.case = self._case(get_forward_context().attn_metadata)
+        metadata: dict[str, PagedMetadata] | None = get_forward_context().attn_metadata
+        self.steps.forward(None if metadata is None else metadata[self.pages[0].layer_name].case)
         return self.layers(self.embed_input_ids(input_ids), positions, self.attend)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """fp32 logits [T, V] on every rank, from rows of the residual stream."""
+        self.steps.end()
         return self.full_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -97,12 +101,12 @@ class IsoExecForCausalLM(Decoder):
         self.loader.accept(weights)
         return set(self.loader.homes)
 
-    def _case(self, metadata: dict[str, PagedMetadata] | None) -> str | None:
-        """The contract's case of a step, which lasts until its tokens are sampled; None for a dummy run."""
-        if metadata is None:
-            return None
-        self._check_ready()
-        return metadata[self.pages[0].layer_name].case
+    def restore_table(self) -> None:
+        """Computes the rotary table again, at the same address, and as a trainer does: on the CPU.
+
+        vLLM builds a model with its device as the default one, and gives the memory of a sleeping worker away.
+        """
+        self.cos_sin_PD.copy_(expected_table(self))
 
     def _check_ready(self) -> None:
         if not self.loader.complete or self.loader.received:

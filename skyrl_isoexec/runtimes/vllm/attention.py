@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -46,7 +47,15 @@ class PagedMetadata(AttentionMetadata):
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Takes from vLLM's description of a batch what the kernels read."""
+    """Takes from vLLM's description of a batch what the kernels read.
+
+    All tensors are views of the runner's own, at the same addresses in every step, as a captured graph needs them. In a
+    graph a batch of one-token requests is padded: padding has no query rows, no context and slot -1.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    begin: ClassVar[Callable[[str], None] | None] = None
+    """Called with the case of every batch, before the model or a graph of it computes; see `Steps.begin`."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -58,12 +67,15 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common = common_attn_metadata
         if not common.causal:
             raise ValueError("attention that is not causal is not supported")
+        case = CONTINUED if common.max_query_len == 1 and not _any_fresh(common) else RESUMABLE
+        if self.begin is not None:
+            self.begin(case)
         return PagedMetadata(
             block_table=common.block_table_tensor,
             query_start=common.query_start_loc,
             seq_lens=common.seq_lens,
             slots_T=common.slot_mapping[: common.num_actual_tokens],
-            case=CONTINUED if common.max_query_len == 1 and not _any_fresh(common) else RESUMABLE,
+            case=case,
         )
 
 
@@ -146,6 +158,7 @@ class PagedBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
     kernels: ClassVar[Kernels | None] = None
     page_multiple: ClassVar[int] = 1
+    builder: ClassVar[type[PagedBuilder]] = PagedBuilder
 
     @staticmethod
     def get_name() -> str:
@@ -157,10 +170,10 @@ class PagedBackend(AttentionBackend):
         """The layer's implementation."""
         return PagedAttention
 
-    @staticmethod
-    def get_builder_cls() -> type[PagedBuilder]:
+    @classmethod
+    def get_builder_cls(cls) -> type[PagedBuilder]:
         """The builder of metadata."""
-        return PagedBuilder
+        return cls.builder
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
@@ -182,6 +195,8 @@ class PagedBackend(AttentionBackend):
         return True
 
 
-def bind(kernels: Kernels, page_multiple: int) -> type[PagedBackend]:
-    """The backend over these kernels; pages are multiples of `page_multiple` positions."""
-    return type("PagedBackend", (PagedBackend,), {"kernels": kernels, "page_multiple": page_multiple})
+def bind(kernels: Kernels, page_multiple: int, begin: Callable[[str], None] | None = None) -> type[PagedBackend]:
+    """The backend over these kernels; pages are multiples of `page_multiple` positions. `begin` is the builder's."""
+    builder = type("PagedBuilder", (PagedBuilder,), {"begin": None if begin is None else staticmethod(begin)})
+    bound = {"kernels": kernels, "page_multiple": page_multiple, "builder": builder}
+    return type("PagedBackend", (PagedBackend,), bound)

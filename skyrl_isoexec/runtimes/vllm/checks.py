@@ -10,6 +10,9 @@ from skyrl_isoexec.model.facts import model_fields
 from skyrl_isoexec.model.families import lookup
 from skyrl_isoexec.runtimes.vllm.settings import WORKERS, EngineSettings
 
+GRAPHS = ("NONE", "FULL_DECODE_ONLY")
+"""Modes of vLLM's CUDA graphs in which a step is captured whole or not at all."""
+
 
 def read_model_config(vllm_config: VllmConfig, settings: EngineSettings) -> DecoderConfig:
     """The decoder's configuration, in the engine's dtype; refuses a checkpoint of another family than the settings'."""
@@ -42,9 +45,29 @@ def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: Engin
             f"at most max_position_embeddings = {config.max_position}",
         ),
     )
-    for name, value, holds, supported in rules:
+    for name, value, holds, supported in (*rules, *_graph_rules(vllm_config)):
         if not holds:
             raise ValueError(f"engine option {name} = {value!r} is not supported; supported: {supported}")
+
+
+def _graph_rules(vllm_config: VllmConfig) -> tuple[tuple[str, object, bool, str], ...]:
+    """Rules of an engine on a GPU, where vLLM would compile a model, and choose a runner, of its own."""
+    if vllm_config.device_config.device_type != "cuda":
+        return ()
+    compilation = vllm_config.compilation_config
+    mode, graphs = compilation.mode.name, compilation.cudagraph_mode.name
+    ubatching = vllm_config.parallel_config.use_ubatching
+    return (
+        ("compilation_config.mode", mode, mode == "NONE", "NONE"),
+        ("compilation_config.cudagraph_mode", graphs, graphs in GRAPHS, " or ".join(GRAPHS)),
+        (
+            "VLLM_USE_V2_MODEL_RUNNER",
+            vllm_config.use_v2_model_runner,
+            not vllm_config.use_v2_model_runner,
+            "0: the log-probabilities of that runner are its own",
+        ),
+        ("enable_dbo", ubatching, not ubatching, "off"),
+    )
 
 
 def check_contract(vllm_config: VllmConfig, config: DecoderConfig, contract: Contract) -> None:

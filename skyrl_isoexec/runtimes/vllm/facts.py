@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from skyrl_isoexec.model.facts import Fact, decoder_facts
 from skyrl_isoexec.runtimes.vllm.install import BACKEND, installed_log_softmax
 from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, TRANSFER_BACKEND
+from skyrl_isoexec.runtimes.vllm.steps import without_rehearsal
 
 PATCHED = ("vllm",)
 """Patched upstreams that an engine's arithmetic passes through."""
@@ -42,6 +45,17 @@ def engine_facts(worker: Any) -> dict[str, Fact]:
     }
 
 
+def device_facts(worker: Any) -> dict[str, Fact]:
+    """What decides how a GPU engine runs: its chip, and what vLLM compiles and captures, after its own corrections."""
+    compilation = worker.vllm_config.compilation_config
+    return {
+        "device.arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
+        "engine.async_scheduling": worker.vllm_config.scheduler_config.async_scheduling,
+        "engine.compilation_mode": compilation.mode.name,
+        "engine.cudagraph_mode": compilation.cudagraph_mode.name,
+    }
+
+
 def worker_facts(worker: Any) -> dict[str, Fact]:
     """Facts of one worker, flat plain data; TypeError for a model that is not built from a contract."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -49,10 +63,14 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
     model = _model(worker)
     if model.settings.contract is None:
         raise TypeError("this engine was started without a contract and has no facts to compare with one")
+    device = model.model.embed_tokens.weight.device
+    with device:  # how arithmetic rounds is found out where the model computes
+        found = decoder_facts(model, model.settings.decoded, PATCHED)
     return {
-        **decoder_facts(model, model.settings.decoded, PATCHED),
+        **found,
         **plugin_facts(),
         **engine_facts(worker),
+        **(device_facts(worker) if device.type == "cuda" else {}),
         "runtime": "vllm",
         "model.class": type(model).__name__,
         "degree.tp": get_tp_group().world_size,
@@ -77,4 +95,8 @@ class FactsExtension:
 
     def isoexec_served(self) -> dict[str, str]:
         """{served.<op>.<case>: its module} for every kernel that a step of this process has used."""
-        return _model(self).kernels.served_facts()
+        return without_rehearsal(_model(self).kernels.served_facts())
+
+    def isoexec_replays(self) -> int:
+        """How many steps captured graphs have computed in this process."""
+        return _model(self).steps.replays

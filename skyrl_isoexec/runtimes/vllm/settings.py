@@ -41,6 +41,17 @@ several workers share the cores of one machine.
 """
 
 
+CUDA_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+"""The same for a CUDA engine. The first sampler gives no log-probabilities and compiles itself at run time; the second
+runner does not pass through the sampler whose log-softmax is ours."""
+
+COMPILATION = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""`compilation_config` of a CUDA engine: vLLM compiles nothing, captures decode steps whole, runs others eagerly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Which model, which kernels and which order of arithmetic an engine computes, and for whom."""
@@ -99,13 +110,14 @@ class EngineSettings:
         `dtype` is explicit because vLLM's "auto" turns a float32 checkpoint into bfloat16 on the CPU.
         """
         parser = {"config_format": CONFIG_FORMAT} if self.family in STAND_INS else {}
-        return parser | {
+        arguments = parser | {
             "dtype": dtype,
             "hf_overrides": {"architectures": [ARCHITECTURE]},
             "additional_config": {KEY: self.to_dict()},
             "worker_cls": worker_class(device),
             "worker_extension_cls": FACTS_EXTENSION,
         }
+        return arguments if device == "cpu" else arguments | {"compilation_config": dict(COMPILATION)}
 
 
 BY_CONTRACT: Mapping[str, tuple[Any, str]] = {

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
 from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.model.rope import rope_table
 from skyrl_isoexec.model.weights import LoadError, layout
 from skyrl_isoexec.runtimes.vllm.transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
 from skyrl_isoexec.schedule.bits import bit_view
@@ -41,6 +42,13 @@ class WeightLoader:
             for leaf, parameter in module.named_parameters(recurse=False):
                 self.homes[names[id(parameter)]].append((module, leaf))
                 parameter.weight_loader = _make_loader(decoder.axis.rank)
+        self.together = {
+            f"{prefix}.{leaf}"
+            for prefix, module in decoder.named_modules()
+            for leaf, _ in module.named_parameters(recurse=False)
+            if len(list(module.parameters(recurse=False))) > 1
+        }
+        """Parameters of modules with several: vLLM puts those in place when all have come."""
         self.rules = lookup(decoder.config.family).ignored
         self.received: set[str] = set()
         self.complete = False
@@ -67,6 +75,8 @@ class WeightLoader:
                 continue
             self._check(name, tensor)
             self.received.add(name)
+            if self.held_back and tensor.is_cuda and name in self.together:
+                tensor = tensor.clone()  # it waits for the others of its module, the sender's buffer does not
             for module, leaf in self.homes[name]:
                 parameter = getattr(module, leaf)
                 parameter.weight_loader(parameter, tensor)
@@ -110,8 +120,8 @@ class WeightLoader:
             self.complete = False
             raise LoadError(f"{HEAD_NAME} differs from {EMBEDDING_NAME}, but the configuration ties them")
 
-    def arrived(self) -> dict[str, dict[str, Any]]:
-        """For every parameter: which part of the whole tensor this rank holds, and the SHA-256 of its bytes."""
+    def places(self) -> dict[str, dict[str, Any]]:
+        """For every parameter: which part of the whole tensor this rank holds. Reads no memory."""
         rank = self.decoder.axis.rank
         return {
             name: {
@@ -120,10 +130,13 @@ class WeightLoader:
                 "rank": rank if p.shard.dim is not None else 0,
                 "shape": list(p.shape),
                 "dtype": str(p.dtype).removeprefix("torch."),
-                "sha256": hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest(),
             }
             for name, p in self.parameters.items()
         }
+
+    def arrived(self) -> dict[str, dict[str, Any]]:
+        """As `places`, with the SHA-256 of each part's bytes."""
+        return {name: {**place, "sha256": _sha256(self.parameters[name])} for name, place in self.places().items()}
 
     def check(self) -> None:
         """LoadError unless a whole set is in place, and every derived layout is the one of its weight."""
@@ -132,6 +145,18 @@ class WeightLoader:
         stale = [name for name, module in self.decoder.named_modules() if not _packed_is_fresh(module)]
         if stale:
             raise LoadError(f"layouts derived from other weights than those in place: {', '.join(stale[:MAX_NAMES])}")
+        if not torch.equal(bit_view(self.decoder.cos_sin_PD.cpu()), bit_view(expected_table(self.decoder))):
+            raise LoadError("the rotary table in memory is not the one that the configuration gives")
+
+
+def expected_table(decoder: Decoder) -> torch.Tensor:
+    """The rotary table that both sides have to hold, on the CPU."""
+    with torch.device("cpu"):
+        return rope_table(decoder.config)
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def _packed_is_fresh(module: torch.nn.Module) -> bool:

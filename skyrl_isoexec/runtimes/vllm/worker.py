@@ -34,6 +34,16 @@ class Guarded:
         super().load_model(**options)
         self.model_runner.get_model().loader.on_write = self.isoexec_guard.written
 
+    def determine_available_memory(self) -> int:
+        """As vLLM's, which may capture graphs to see how large they are; nothing of it is a step."""
+        with self.model_runner.get_model().steps.rehearsal():
+            return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, which captures the graphs of decode steps on dummy rows."""
+        with self.model_runner.get_model().steps.rehearsal():
+            return super().compile_or_warm_up_model()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """As vLLM's; GuardError for a step that the committed weights do not serve."""
         if self.isoexec_settings.enforce:
@@ -55,14 +65,21 @@ class Guarded:
     def wake_up(self, tags: list[str] | None = None) -> None:
         """As vLLM's; the next request needs a weight sync, unless only the memory of the cache came back."""
         self.isoexec_guard.forget_pages()
-        if tags is None or set(tags) - {CACHE_TAG}:
+        others = tags is None or bool(set(tags) - {CACHE_TAG})
+        if others:
             self.isoexec_guard.invalidate("the engine was woken up, and no weight sync was committed since")
         super().wake_up(tags)
+        if others:
+            self.model_runner.get_model().restore_table()
 
     def isoexec_begin_sync(self, epoch: int) -> dict[str, int]:
         """Weights of `epoch`, will come; until they are committed nothing is computed."""
         self.isoexec_guard.begin_sync(epoch)
         return {"begun": epoch}
+
+    def isoexec_places(self) -> dict[str, dict[str, Any]]:
+        """For every parameter: its place in the whole tensor. Reads no memory, so a sleeping worker can answer."""
+        return self.model_runner.get_model().loader.places()
 
     def isoexec_arrived(self) -> dict[str, dict[str, Any]]:
         """What lies in memory. For every parameter: its place in the whole tensor, and the SHA-256 of its bytes."""

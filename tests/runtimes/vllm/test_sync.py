@@ -245,6 +245,23 @@ def test_arrived(driver) -> None:
         flip(name)
 
 
+def test_the_rotary_table(driver) -> None:
+    """It is no weight: waking up computes it again where it was, and a damaged one is not committed."""
+    from skyrl_isoexec.contract import digest
+    from skyrl_isoexec.model.rope import rope_table
+
+    driver.sync(1, seed=1)
+    (address,) = driver.engine.apply_model(lambda model: model.cos_sin_PD.data_ptr())
+    driver.engine.apply_model(lambda model: model.cos_sin_PD.fill_(float("nan")))
+    driver.call("isoexec_begin_sync", 2)
+    driver.call("isoexec_arrived")
+    with pytest.raises(ValueError, match="the rotary table in memory is not the one"):
+        driver.call("isoexec_commit", 2, digest(driver.contract))
+    driver.engine.collective_rpc("wake_up", args=(["weights"],))
+    (model,) = driver.engine.apply_model(lambda model: (model.cos_sin_PD.data_ptr(), model.cos_sin_PD, model.config))
+    assert model[0] == address and torch.equal(model[1], rope_table(model[2]))
+
+
 def test_a_contract_of_another_engine(host, checkpoint, contract) -> None:
     """An engine that is not the contract's does not start, and names each field with both values."""
     from vllm import LLM
