@@ -10,7 +10,7 @@ from typing import Any
 
 from ..contract import Contract, encode
 from ..model.config import DecoderConfig
-from ..runtimes.vllm.settings import TRANSFER_BACKEND, settings_from_contract, worker_class
+from ..runtimes.vllm.settings import TRANSFER_BACKEND, settings_from_contract
 from .config import LaunchConfig
 
 EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
@@ -18,6 +18,7 @@ LOGPROBS_MODE = "processed_logprobs"
 """After the temperature, which is what the trainer scores."""
 OURS = (
     "additional_config",
+    "compilation_config",
     "dtype",
     "hf_overrides",
     "logprobs_mode",
@@ -51,12 +52,16 @@ def engine_arguments(launch: LaunchConfig, model: DecoderConfig, contract: Contr
     }
     if contract is not None:
         settings = settings_from_contract(encode(contract).decode(), enforce=True)
-        arguments.update(settings.engine_arguments(dtype=model.dtype), worker_extension_cls=EXTENSION)
-        arguments["worker_cls"] = worker_class(launch.runtime.device)
+        chosen = settings.engine_arguments(dtype=model.dtype, device=launch.runtime.device)
+        arguments.update(chosen, worker_extension_cls=EXTENSION)
         arguments["block_size"] = launch.runtime.page_size
-    if launch.runtime.device == "cpu":
+    pages = num_pages(launch, model)
+    if launch.runtime.transport == "gloo":
         arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
-        arguments["num_gpu_blocks_override"] = num_pages(launch, model)
+    if launch.runtime.device == "cuda":
+        arguments["kv_cache_memory_bytes"] = launch.runtime.kv_cache_mib * 2**20
+    else:
+        arguments["num_gpu_blocks_override"] = pages
         arguments["enable_sleep_mode"] = False  # there is no device memory to give back
     return arguments
 
@@ -70,7 +75,7 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
     if ref.path in (None, policy.path):
         ref.path = str(checkpoint)
     policy.path = str(checkpoint)
-    told: dict[str, Any] = {"exec": launch.exec.name}
+    told: dict[str, Any] = {"exec": launch.exec.name, "transport": launch.runtime.transport}
     if contract is not None:
         told["contract"] = encode(contract).decode()
     for role in (cfg.trainer.policy, cfg.trainer.ref):

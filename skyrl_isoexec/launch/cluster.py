@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 
-from ..runtimes.vllm.settings import CPU_ENVIRONMENT
+from ..runtimes.vllm.settings import CPU_ENVIRONMENT, CUDA_ENVIRONMENT
 
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WATCHED: dict[str, None] = dict.fromkeys(
@@ -40,12 +41,12 @@ WATCHED: dict[str, None] = dict.fromkeys(
 
 def computing(*, cuda: bool, threads: int) -> dict[str, str]:
     """Variables that every computing process has to see; the contract names them, and each process reads them back."""
-    common = {"VLLM_PLUGINS": "isoexec", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return common if cuda else {**common, **dict.fromkeys(THREADS, str(threads)), **CPU_ENVIRONMENT}
+    common = {"VLLM_PLUGINS": "isoexec", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **dict.fromkeys(THREADS, str(threads))}
+    return {**common, **(CUDA_ENVIRONMENT if cuda else CPU_ENVIRONMENT)}
 
 
 def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
-    """Variables of every Ray worker of a run; `threads` is of one process of a CPU run."""
+    """Variables of every Ray worker of a run; `threads` is of one process."""
     common = {
         **computing(cuda=cuda, threads=threads),
         "SKYRL_LOG_FILE": str(log_file),
@@ -54,15 +55,12 @@ def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HYDRA_FULL_ERROR": "1",
-    }
-    if cuda:
-        return common
-    return {
-        **common,
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, an upper bound; the engine is told its number of pages
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    if cuda:
+        return {**common, "NCCL_CUMEM_ENABLE": "0"}  # as SkyRL sets it; vLLM's sleeping memory and NCCL's do not mix
+    return {**common, "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, an upper bound; the engine is told its number of pages
 
 
 def slots(cfg: Any) -> int:
@@ -93,7 +91,8 @@ class Cluster:
         os.environ.pop("SKYRL_LOG_FILE")  # the workers' output goes to the file, the launcher's to the terminal
         self._folder = Path(tempfile.mkdtemp(prefix="isoexec-ray-"))  # Ray's sockets need a short path
         count = slots(self._cfg)
-        options: dict[str, Any] = {} if self._cuda else {"num_gpus": count, "num_cpus": max(16, 4 * count)}
+        devices = torch.cuda.device_count() if self._cuda else count
+        options: dict[str, Any] = {"num_gpus": devices, "num_cpus": max(16, 4 * count)}
         ray.init(
             address="local",
             include_dashboard=False,

@@ -31,7 +31,7 @@ from ..model.config import DecoderConfig
 from ..model.facts import model_fields, patch_state, source_digests, version
 from ..model.families import from_hf
 from ..patching import series_digest
-from ..runtimes.vllm.settings import worker_class
+from ..runtimes.vllm.settings import COMPILATION, worker_class
 from .assemble import LOGPROBS_MODE
 from .cluster import WATCHED, computing
 from .config import LaunchConfig
@@ -118,6 +118,7 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
     return {
         "device": launch.runtime.device,
         "engine": {
+            **(_graphs(engine.enforce_eager) if launch.runtime.device == "cuda" else {}),
             "block_size": launch.runtime.page_size,
             "enable_chunked_prefill": engine.enable_chunked_prefill,
             "enable_prefix_caching": engine.enable_prefix_caching,
@@ -138,6 +139,14 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
             "recompute": cfg.trainer.gradient_checkpointing,
             "tp": trainer.tp,
         },
+    }
+
+
+def _graphs(eager: bool) -> dict[str, Any]:
+    return {
+        "async_scheduling": True,
+        "compilation_mode": COMPILATION["mode"],
+        "cudagraph_mode": "NONE" if eager else COMPILATION["cudagraph_mode"],
     }
 
 

@@ -92,8 +92,8 @@ class ModelConfig:
 class KernelsConfig:
     """Which implementations compute, and in which order they add."""
 
-    impl: Literal["cpu", "reference"]
-    """Name of the implementations, one per op."""
+    impl: Literal["cpu", "reference", "kernel"]
+    """Name of the implementations, one per op; `kernel` are those of a GPU."""
     num_leaves: int | None
     """Leaves of the reduction trees, a power of two; null takes the largest tensor-parallel degree of either side."""
     kv_block: int
@@ -160,18 +160,25 @@ class RuntimeConfig:
 
     device: Literal["cpu", "cuda"]
     """Where both runtimes compute."""
+    transport: Literal["gloo", "device"]
+    """How weights go from trainer to engine: over gloo by way of the host's memory, or SkyRL's own way between devices
+    (CUDA IPC where both share one, NCCL where not)."""
     threads: int
-    """Threads of one process's arithmetic on a CPU."""
+    """Threads of one process's arithmetic on the CPU."""
     page_size: int
     """Tokens in one page of the engine's KV cache; a multiple of `kernels.kv_block`."""
     kv_cache_mib: int
-    """Memory of one engine's KV cache on a CPU."""
+    """Memory of one engine worker's KV cache."""
     object_store_mib: int
     """Memory of Ray's object store."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "page_size", "kv_cache_mib", "object_store_mib"):
             _require(getattr(self, name) > 0, f"runtime.{name} {getattr(self, name)} is not positive")
+        _require(
+            self.device == "cuda" or self.transport == "gloo",
+            f"runtime.transport={self.transport} needs runtime.device=cuda",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +210,8 @@ class RecipeConfig:
 class TaskConfig:
     """What is learnt."""
 
-    name: Literal["addition"]
-    """The embedded task."""
+    name: Literal["addition", "arithmetic"]
+    """The embedded task, in bare characters for the tiny model, or in words for a model with a chat template."""
     digits: int
     """Digits of the larger number of an addition."""
     held_out_one_in: int
@@ -267,6 +274,17 @@ class LaunchConfig:
             leaves is None or leaves >= largest,
             f"kernels.num_leaves {leaves} is below the largest tensor-parallel degree {largest} of topology",
         )
+        if self.exec.name == "isoexec":
+            device, impl, dtype = self.runtime.device, self.kernels.impl, self.model.dtype
+            _require(
+                (device == "cuda") == (impl == "kernel"),
+                f"kernels.impl={impl} does not compute on runtime.device={device}; choose "
+                + ("kernels=sm90" if device == "cuda" else "kernels=cpu, or runtime=cuda"),
+            )
+            _require(
+                impl != "kernel" or dtype == "bfloat16",
+                f"model.dtype={dtype} with kernels.impl=kernel: a GPU has no exact fp32 product; choose bfloat16",
+            )
         if self.exec.name == "native":
             for name in ("tp", "pp"):
                 degree = getattr(self.topology.trainer, name)

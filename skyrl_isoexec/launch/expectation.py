@@ -29,6 +29,8 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "worker_class",
 )
+GRAPH_OPTIONS = ("async_scheduling", "compilation_mode", "cudagraph_mode")
+"""Options that only an engine on a GPU has."""
 PLUGIN = ("architecture", "attention", "transfer", "log_softmax")
 
 
@@ -66,6 +68,11 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
         facts.update({f"plugin.{name}": True for name in PLUGIN})
         facts.update({f"engine.{name}": deployment["engine"][name] for name in ENGINE_OPTIONS})
         facts["engine.cache_dtype"] = contract.model.dtype
+    if deployment["device"] == "cuda":
+        (arch,) = {entry.impl.arch for entry in contract.composition}
+        facts["device.arch"] = arch
+        if role == "engine":
+            facts.update({f"engine.{name}": deployment["engine"][name] for name in GRAPH_OPTIONS})
     return facts
 
 

@@ -82,18 +82,19 @@ def _train(launch: LaunchConfig, cfg: Any, contract: Contract | None, logs: Path
     from .folder import write_config
     from .handshake import write_contract
     from .record import log_to
-    from .task.env import register
+    from .task import arithmetic, env
 
     logs.mkdir(parents=True, exist_ok=True)
     log_to(launch.run_dir)
-    register()
+    for task in (env, arithmetic):
+        task.register()
     write_config(launch, cfg)
     if contract is not None:
         write_contract(contract, launch.run_dir)
     print(f"run folder {launch.run_dir}", flush=True)
     cuda = launch.runtime.device == "cuda"
-    env = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads)
-    with Cluster(cfg, env, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
+    variables = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads)
+    with Cluster(cfg, variables, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
         experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests, contract=contract)
         try:
             experiment.run()

@@ -7,7 +7,7 @@ here. Until then, and after any failure, it refuses to generate.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class SyncProof:
         self._urls, self._contract, self._epoch = list(urls), contract_digest, epoch
         self._sent: dict[tuple[str, int | None, int, int], str] = {}
         self._now = 0
-        held = call(self._urls, "isoexec_arrived")
+        held = call(self._urls, "isoexec_places")  # the engines may be asleep, without the memory of their weights
         self._parts = {
             (name, part["dim"], part["parts"], part["rank"]) for parts in held.values() for name, part in parts.items()
         }
@@ -47,13 +47,20 @@ class SyncProof:
         self._sent, self._now = {}, self._epoch()
         call(self._urls, "isoexec_begin_sync", epoch=self._now)
 
-    def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same (name, full tensor) pairs; the digest of every part that some worker keeps is noted."""
         for name, tensor in tensors:
             for dim, parts, rank in self._wanted.get(name, ()):
                 part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
                 self._sent[name, dim, parts, rank] = tensor_digest(part)
             yield name, tensor
+
+    def watch_chunks(self, chunks: Iterable[Any]) -> Iterator[Any]:
+        """The same chunks, each with `names` and full `tensors`, noted likewise."""
+        for chunk in chunks:
+            for _ in self.watch(zip(chunk.names, chunk.tensors, strict=True)):
+                pass
+            yield chunk
 
     def finish(self) -> None:
         """Compare, and let the engines generate. SyncRefused names every tensor and process that differ."""

@@ -1,4 +1,6 @@
-"""SkyRL's weight transfer interface over gloo, for trainers without CUDA, and the extractor that reads our trainer."""
+"""Weights on their way from our trainer to the engines: the extractor that reads them, SkyRL's transfer interface over
+gloo, and the proof around whichever sender SkyRL has chosen.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,19 @@ from ..runtimes.megatron.weights import export, shapes
 from ..runtimes.vllm.transfer import GlooTransfer
 from .sync import SyncProof
 
+CHUNK_BYTES = 256 * 2**20
+"""Size of a chunk between devices, where every chunk is a message of its own; a larger tensor has one of its own."""
+
 
 class Extractor(WeightExtractor):
-    """Full tensors of a Megatron policy, one chunk each, under checkpoint names. Collective over all ranks."""
+    """Full tensors of a Megatron policy, in chunks, under checkpoint names. Collective over all ranks.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+    Tensors of one module are in one chunk: an engine puts a module's tensors in place when it has all of them, and may
+    read a chunk's memory only while it lasts.
+    """
+
+    def __init__(self, module: torch.nn.Module, chunk_bytes: int = 0) -> None:
+        self._module, self._chunk_bytes = module, chunk_bytes
 
     def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list]:
         """Names, dtype names and shapes of what `extract_weights` yields, in its order."""
@@ -38,8 +47,58 @@ class Extractor(WeightExtractor):
 
     def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:
         """The tensors, cast to the engine's dtype."""
-        for name, tensor in export(self._module, dtype):
-            yield WeightChunk(names=[name], dtypes=[str(dtype)], shapes=[list(tensor.shape)], tensors=[tensor])
+        for chunk in chunked(export(self._module, dtype), self._chunk_bytes):
+            names, tensors = zip(*chunk, strict=True)
+            shapes = [list(tensor.shape) for tensor in tensors]
+            yield WeightChunk(names=list(names), dtypes=[str(dtype)] * len(names), shapes=shapes, tensors=list(tensors))
+
+
+def chunked(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The pairs in their order, as many modules at a time as have `limit` bytes together, but at least one.
+
+    With a limit of 0, one tensor at a time.
+    """
+    chunk: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        begins = not chunk or name.rpartition(".")[0] != chunk[-1][0].rpartition(".")[0]
+        if chunk and (limit == 0 or (begins and size + tensor.nbytes > limit)):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+class ProvenSender(WeightTransferSender):
+    """A sender of SkyRL's between devices, with a proof around each of its updates: see `SyncProof`."""
+
+    def __init__(self, inner: WeightTransferSender, proof: SyncProof | None) -> None:
+        self._inner, self._proof = inner, proof
+
+    async def send_chunks(self, chunks: Iterable[WeightChunk], weight_metadata: dict[str, list] | None = None) -> None:
+        """Send one update of all tensors; only rank 0 has a proof, the other ranks wait for it."""
+        if self._proof is None:
+            await self._inner.send_chunks(chunks, weight_metadata)
+        else:
+            await asyncio.to_thread(self._proof.begin)
+            await self._inner.send_chunks(self._proof.watch_chunks(chunks), weight_metadata)
+            await asyncio.to_thread(self._proof.finish)
+        dist.barrier()
+
+    def teardown(self) -> None:
+        """As the sender's."""
+        self._inner.teardown()
+
+
+def proven(sender: WeightTransferSender, client: Any, contract_digest: str, epoch: Callable[[], int]) -> Any:
+    """The sender with a proof of each update, on rank 0, which drives the engines."""
+    if isinstance(sender, GlooSender):
+        sender.prove(contract_digest, epoch)
+        return sender
+    proof = SyncProof(client.server_urls, contract_digest, epoch) if dist.get_rank() == 0 else None
+    return ProvenSender(sender, proof)
 
 
 class GlooSender(WeightTransferSender):

@@ -31,7 +31,7 @@ from ..runtimes.megatron.install import build, build_native, distribute
 from ..runtimes.megatron.logprob import token_logprobs
 from ..runtimes.megatron.weights import export
 from .expectation import refuse, unlike
-from .transfer import Extractor, GlooSender, GlooStrategy
+from .transfer import CHUNK_BYTES, Extractor, GlooStrategy, proven
 
 SETTINGS_KEY = "isoexec"
 
@@ -118,7 +118,7 @@ class ModelWorker:
 
 
 class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):
-    """SkyRL's policy worker with this model and, without CUDA, weight transfer over gloo."""
+    """SkyRL's policy worker with this model and the weight transfer that was asked for."""
 
     _num_updates = 0
 
@@ -136,17 +136,20 @@ class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):
         return norm
 
     def get_transfer_strategy_cls(self, weight_sync_backend: str, colocate_all: bool) -> type:
-        """SkyRL's transports on CUDA, gloo elsewhere."""
-        if torch.cuda.is_available():
+        """SkyRL's own between devices, or gloo."""
+        if self._settings["transport"] == "device":
             return super().get_transfer_strategy_cls(weight_sync_backend, colocate_all)
         return GlooStrategy
 
     async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
         """As SkyRL's, with tensors read from this model instead of through megatron-bridge."""
         await PolicyWorkerBase.init_weight_sync_state(self, inference_engine_client, inference_engine_cfg)
-        self.weight_extractor = Extractor(self.actor_module[0])
-        if self._settings["exec"] == "isoexec" and isinstance(self._weight_transfer_sender, GlooSender):
-            self._weight_transfer_sender.prove(digest(self._contract), self.num_updates)
+        between_devices = self._settings["transport"] == "device"
+        self.weight_extractor = Extractor(self.actor_module[0], CHUNK_BYTES if between_devices else 0)
+        if self._settings["exec"] == "isoexec":
+            self._weight_transfer_sender = proven(
+                self._weight_transfer_sender, inference_engine_client, digest(self._contract), self.num_updates
+            )
 
 
 class _RefWorker(ModelWorker, MegatronRefWorkerBase):

@@ -2,9 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyrl_isoexec.contract import encode
+from skyrl_isoexec.launch import composition
 from skyrl_isoexec.launch.assemble import assemble
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.model.config import DecoderConfig
@@ -25,31 +28,60 @@ MODEL = DecoderConfig(
 ENGINE = "++generator.inference_engine.engine_init_kwargs"
 
 
-def test_both_sides_get_one_schedule(tmp_path: Path) -> None:
-    launch, cfg = compose(["+exec=isoexec", "topology=trainer_tp2", f"run_dir={tmp_path / 'run'}"])
-    assemble(launch, cfg, tmp_path, MODEL)
+CUDA = ("runtime=cuda", "model.dtype=bfloat16")
+
+
+@pytest.fixture
+def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """assembled(*arguments, model=MODEL) -> (contract, SkyRL's configuration); gates are not asked for."""
+    monkeypatch.setattr(composition, "require", lambda region, arch: f"gates/{arch}/{region}@{'0' * 16}")
+
+    def make(*arguments: str, model: DecoderConfig = MODEL) -> tuple[Any, Any]:
+        launch, cfg = compose(["+exec=isoexec", f"run_dir={tmp_path / 'run'}", *arguments])
+        model = dataclasses.replace(model, dtype=launch.model.dtype)
+        contract = composition.compose_contract(launch, cfg, model)
+        assemble(launch, cfg, tmp_path, model, contract)
+        return contract, cfg
+
+    return make
+
+
+def test_both_sides_get_the_same_bytes(assembled: Any) -> None:
+    contract, cfg = assembled("topology=trainer_tp2")
     trainer = cfg.trainer.policy.megatron_config.model_config_kwargs["isoexec"]
     engine = cfg.generator.inference_engine.engine_init_kwargs["additional_config"]["isoexec"]
-    assert trainer["schedule"] == engine["schedule"] and trainer["kernels"] == engine["kernels"]
-    assert engine["schedule"]["num_leaves"] == 2
+    assert trainer["contract"] == engine["contract"] == encode(contract).decode()
+    assert (trainer["transport"], engine["enforce"]) == ("gloo", True)
+
+
+def test_an_engine_on_a_gpu_captures_and_compiles_nothing(assembled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {name: "1" for name in composition.VERSIONS["sm90"]}
+    monkeypatch.setattr(composition.importlib.metadata, "version", lambda name: versions[name])
+    contract, cfg = assembled(*CUDA)
+    arguments = cfg.generator.inference_engine.engine_init_kwargs
+    assert arguments["compilation_config"] == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert arguments["worker_cls"].endswith("cuda_worker.GuardedWorker") and arguments["block_size"] == 64
+    assert arguments["kv_cache_memory_bytes"] == 8192 * 2**20
+    assert not {"weight_transfer_config", "num_gpu_blocks_override", "enable_sleep_mode"} & arguments.keys()
+    assert {entry.impl.id.split(".")[1] for entry in contract.composition} == {"kernel", "torch"}
+    assert contract.deployment["engine"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert contract.deployment["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    _, gloo = assembled(*CUDA, "runtime.transport=gloo")
+    assert gloo.generator.inference_engine.engine_init_kwargs["weight_transfer_config"] == {"backend": "gloo"}
 
 
 @pytest.mark.parametrize("override", ["dtype=bfloat16", "logprobs_mode=raw_logprobs"])
-def test_engine_arguments_that_decide_bits_are_refused(tmp_path: Path, override: str) -> None:
-    launch, cfg = compose(["+exec=isoexec", f"{ENGINE}.{override}", f"run_dir={tmp_path / 'run'}"])
+def test_engine_arguments_that_decide_bits_are_refused(assembled: Any, override: str) -> None:
     with pytest.raises(ValueError, match=f"engine_init_kwargs.{override.split('=')[0]}"):
-        assemble(launch, cfg, tmp_path, MODEL)
+        assembled(f"{ENGINE}.{override}")
 
 
-def test_a_users_folder_for_checkpoints_is_kept(tmp_path: Path) -> None:
-    launch, cfg = compose(["+exec=isoexec", f"trainer.ckpt_path={tmp_path / 'mine'}", f"run_dir={tmp_path / 'run'}"])
-    assemble(launch, cfg, tmp_path, MODEL)
+def test_a_users_folder_for_checkpoints_is_kept(assembled: Any, tmp_path: Path) -> None:
+    _, cfg = assembled(f"trainer.ckpt_path={tmp_path / 'mine'}")
     assert cfg.trainer.ckpt_path == str(tmp_path / "mine")
     assert cfg.trainer.export_path == str(tmp_path / "run" / "export")
 
 
-def test_a_cache_below_one_sequence_is_refused(tmp_path: Path) -> None:
-    launch, cfg = compose(["+exec=isoexec", "runtime.kv_cache_mib=1", f"run_dir={tmp_path / 'run'}"])
-    long = dataclasses.replace(MODEL, max_position=2**16)
+def test_a_cache_below_one_sequence_is_refused(assembled: Any) -> None:
     with pytest.raises(ValueError, match="runtime.kv_cache_mib=1"):
-        assemble(launch, cfg, tmp_path, long)
+        assembled("runtime.kv_cache_mib=1", model=dataclasses.replace(MODEL, max_position=2**16))

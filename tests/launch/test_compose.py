@@ -16,9 +16,16 @@ TRAINER_TP = "trainer.policy.megatron_config.tensor_model_parallel_size"
 ENGINE_KWARGS = "generator.inference_engine.engine_init_kwargs"
 
 
+NEEDED = {
+    ("model", "checkpoint"): ["model.path=folder"],
+    ("kernels", "sm90"): ["runtime=cuda", "model.dtype=bfloat16"],
+    ("runtime", "cuda"): ["model.dtype=bfloat16"],
+}
+
+
 def needed(group: str, option: str) -> list[str]:
     """What an option cannot do without."""
-    return ["model.path=folder"] if (group, option) == ("model", "checkpoint") else []
+    return NEEDED.get((group, option), [])
 
 
 OPTIONS = [(group, option) for group, options in groups_of(CONFIGS).items() for option in options]
@@ -120,7 +127,10 @@ REFUSED = {
     "trainer.bf16=1": "trainer.bf16=1: expected bool",
     "trainer.policy.optimizer_config.lr=high": "expected float",
     "data.train_data=a.jsonl": "expected list of str",
-    "kernels.impl=gpu": "expected 'cpu' or 'reference'",
+    "kernels.impl=gpu": "expected 'cpu' or 'reference' or 'kernel'",
+    "kernels.impl=kernel": "kernels.impl=kernel does not compute on runtime.device=cpu",
+    "runtime=cuda": "model.dtype=float32 with kernels.impl=kernel",
+    "runtime.transport=device": "runtime.transport=device needs runtime.device=cuda",
     "model.dtype=float16": "did you mean 'bfloat16'?",
     "kernels.kv_partition=100": "kernels.kv_partition 100 is not a multiple of kernels.kv_block 16",
     "runtime.page_size=24": "runtime.page_size 24 is not a multiple of kernels.kv_block 16",
@@ -242,3 +252,19 @@ def test_resolved_is_plain_data() -> None:
     launch, skyrl = compose([EXEC])
     text = OmegaConf.to_yaml(OmegaConf.create(resolved(launch, skyrl)))
     assert "num_leaves: 1" in text and "train_batch_size: 32" in text
+
+
+def test_smollm2_on_a_gpu() -> None:
+    launch, skyrl = compose([EXEC, "runtime=cuda", "kernels=sm90", "run=smollm2_arithmetic"])
+    assert (launch.kernels.impl, launch.model.dtype, launch.runtime.transport) == ("kernel", "bfloat16", "device")
+    assert (launch.schedule.kv_block, launch.schedule.kv_partition, launch.runtime.page_size) == (64, 512, 64)
+    engine = skyrl.generator.inference_engine
+    assert not engine.enforce_eager and engine.enable_prefix_caching and engine.engine_init_kwargs["block_size"] == 64
+    assert skyrl.environment.env_class == "arithmetic" and skyrl.generator.max_input_length == 64
+    assert skyrl.data.train_data == [str(launch.run_dir / "data" / "train.jsonl")]
+
+
+def test_smollm2_on_files_of_a_user() -> None:
+    arguments = [EXEC, "runtime=cuda", "run=smollm2_gsm8k"]
+    assert compose([*arguments, "data.train_data=[mine.jsonl]"])[1].data.train_data == ["mine.jsonl"]
+    assert compose(arguments)[1].data.train_data == [], "the preflight refuses it"

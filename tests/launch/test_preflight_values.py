@@ -163,3 +163,14 @@ def test_help_beside_a_stack(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launcher.main(["+exec=isoexec", "--help"])
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0, 0.25])
+def test_powers_of_two_divide_exactly_on_a_gpu(temperature: float) -> None:
+    distribution.division(temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.6, 1.5])
+def test_other_temperatures_are_refused_on_a_gpu(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature={temperature} with runtime.device=cuda"):
+        distribution.division(temperature)

@@ -17,7 +17,7 @@ class Engines:
 
     def call(self, urls: list[str], method: str, **arguments: object) -> dict:
         self.calls.append((method, arguments))
-        if method != "isoexec_arrived":
+        if method not in ("isoexec_arrived", "isoexec_places"):
             return {}
         return {
             f"engine 0 rank {rank}": {
@@ -25,7 +25,7 @@ class Engines:
                     "dim": 0 if name == "w" else None,
                     "parts": 2 if name == "w" else 1,
                     "rank": rank if name == "w" else 0,
-                    "sha256": tensor_digest(tensor),
+                    **({"sha256": tensor_digest(tensor)} if method == "isoexec_arrived" else {}),
                 }
                 for name, tensor in held.items()
             }
@@ -51,6 +51,11 @@ def test_equal_weights_are_released(engines: Engines) -> None:
     synced(engines, engines.full).finish()
     assert ("isoexec_begin_sync", {"epoch": 7}) in engines.calls
     assert engines.calls[-1] == ("isoexec_commit", {"epoch": 7, "contract_digest": "contract"})
+
+
+def test_a_sleeping_engine_is_not_read(engines: Engines) -> None:
+    synced(engines, engines.full)
+    assert [method for method, _ in engines.calls] == ["isoexec_places", "isoexec_begin_sync"]
 
 
 def test_one_flipped_bit_names_tensor_and_process(engines: Engines) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.config import LaunchConfig
 from skyrl_isoexec.launch.preflight.model import checkpoint, planned
-from skyrl_isoexec.launch.task import base_folder, prepare_checkpoint, prepare_data
+from skyrl_isoexec.launch.task import arithmetic, base_folder, prepare_checkpoint, prepare_data
 from skyrl_isoexec.launch.task.env import ENV_ID, register
 from skyrl_isoexec.launch.task.files import ensure_base
 from skyrl_isoexec.launch.task.problems import Problem, is_held_out, problems, row, split
@@ -199,3 +199,24 @@ def test_default_base_checkpoint_is_worth_training_further(tmp_path: Path) -> No
     """Right often enough that groups of samples differ, wrong often enough that there is something to learn."""
     folder = ensure_base(composed(tmp_path), print)
     assert 0.2 < json.loads((folder / "base.json").read_text())["sampled"] < 0.45
+
+
+@pytest.mark.parametrize(
+    ("action", "reward"),
+    [("7", 1.0), ("The answer is 7.<|im_end|>", 1.0), ("3 + 4 = 7", 0.0), ("17", 0.0), ("-7", 0.0), ("seven", 0.0)],
+)
+def test_the_first_number_of_an_answer_in_words_counts(action: str, reward: float) -> None:
+    arithmetic.register()
+    sum_ = arithmetic.row(Problem(prompt="3+4=", answer="7"))
+    assert sum_["prompt"] == [{"role": "user", "content": "What is 3 + 4? Answer with the number only."}]
+    env = skyrl_gym.make(arithmetic.ENV_ID, env_config={}, extras=sum_)
+    assert env.step(action)["reward"] == reward
+
+
+def test_sums_in_words_are_written_with_the_split_of_the_bare_ones(tmp_path: Path) -> None:
+    launch, skyrl = compose(["+exec=isoexec", "task=arithmetic", "task.digits=1", f"run_dir={tmp_path / 'run'}"])
+    prepare_data(launch, skyrl)
+    train, held_out = split(1, launch.task.held_out_one_in)
+    rows = [json.loads(line) for line in (tmp_path / "run/data/train.jsonl").read_text().splitlines()]
+    assert rows == [arithmetic.row(problem) for problem in train]
+    assert len((tmp_path / "run/data/held_out.jsonl").read_text().splitlines()) == len(held_out)

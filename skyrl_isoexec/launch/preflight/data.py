@@ -14,14 +14,15 @@ import datasets
 import huggingface_hub.utils.logging
 
 from ..config import LaunchConfig
-from ..task import DATA, is_embedded
-from ..task.env import ENV_ID
-from ..task.problems import row, split
+from ..task import DATA, arithmetic, env, forms, is_embedded
+from ..task.problems import split
 from .ranges import environment, warmup
 from .refusal import Refusal
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 TRAIN, EVALUATION = "data.train_data", "data.val_data"
+OURS = (env.ENV_ID, arithmetic.ENV_ID)
+"""Environments that compare with an answer in the row."""
 FORMAT = "[{role: user, content: 1+1=}]"
 
 
@@ -47,7 +48,9 @@ def sources(launch: LaunchConfig, cfg: Any) -> list[Source]:
         )
     if is_embedded(launch, cfg):
         train, held_out = split(launch.task.digits, launch.task.held_out_one_in)
-        longest = datasets.Dataset.from_list([row(max(train, key=lambda problem: len(problem.prompt)))])
+        longest = datasets.Dataset.from_list(
+            [forms(launch.task).row(max(train, key=lambda problem: len(problem.prompt)))]
+        )
         found = [Source(key=TRAIN, name=cfg.data.train_data[0], rows=longest, count=len(train))]
         evaluated = [name for name in evaluated if Path(name).parent != launch.run_dir / DATA]
     elif not cfg.data.train_data:
@@ -160,5 +163,5 @@ def environments(source: Source, cfg: Any) -> None:
         name = cfg.environment.env_class if kind is None else kind
         where = f"{source.key}: row {number} of {source.name}"
         environment(name, f"{where}: env_class")
-        if name == ENV_ID and (not isinstance(spec, dict) or spec.get("ground_truth") is None):
-            raise Refusal(f"{where} has no reward_spec.ground_truth, which env_class={ENV_ID} compares with; give it")
+        if name in OURS and (not isinstance(spec, dict) or spec.get("ground_truth") is None):
+            raise Refusal(f"{where} has no reward_spec.ground_truth, which env_class={name} compares with; give it")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .refusal import Refusal
 
+EXACT = 0.5
+"""Significand of a power of two."""
 PARAMS = "generator.sampling_params"
 HARMLESS = ("ignore_eos", "spaces_between_special_tokens", "stop_token_ids")
 """Further arguments of vLLM's sampling that leave every token's probability alone."""
@@ -40,4 +43,17 @@ def sampling(cfg: Any) -> None:
         raise Refusal(
             f"trainer.algorithm.temperature={trained} differs from {PARAMS}.temperature="
             f"{params.temperature}; set one of them, they must be equal"
+        )
+
+
+def division(temperature: float) -> None:
+    """Refuse a temperature whose division does not have one result on a GPU.
+
+    There, torch divides by a number, as the trainer does, with its rounded reciprocal, and by a tensor, as the engine
+    does, exactly; the two agree for powers of two.
+    """
+    if math.frexp(temperature)[0] != EXACT:
+        raise Refusal(
+            f"{PARAMS}.temperature={temperature} with runtime.device=cuda: trainer and engine divide by it with "
+            "different roundings there; set it to a power of two, such as 1.0 or 0.5"
         )

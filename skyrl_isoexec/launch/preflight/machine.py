@@ -34,8 +34,9 @@ def cores(threads: int) -> None:
 
 
 def memory(launch: LaunchConfig) -> None:
-    """Refuse an object store that Ray does not start, and more memory than there is."""
+    """Refuse an object store that Ray does not start, and more of the host's memory than there is."""
     store, cache = launch.runtime.object_store_mib, launch.runtime.kv_cache_mib
+    cache = 0 if launch.runtime.device == "cuda" else cache
     if store < STORE_MIB:
         raise Refusal(
             f"runtime.object_store_mib={store} is below the {STORE_MIB} MiB that Ray needs; set it to "

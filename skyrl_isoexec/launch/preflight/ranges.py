@@ -15,7 +15,7 @@ from skyrl.train.utils.tracking import Tracking
 from skyrl.train.utils.trainer_utils import ResumeMode
 
 from .. import folder
-from ..task.env import ENV_ID
+from ..task import arithmetic, env
 from .refusal import Refusal
 
 ENGINE = "generator.inference_engine"
@@ -126,7 +126,7 @@ def names(cfg: Any) -> None:
 
 def environment(name: Any, where: str) -> None:
     """Refuse an environment that SkyRL-Gym does not make."""
-    known = sorted({ENV_ID, *skyrl_gym.registry})
+    known = sorted({env.ENV_ID, arithmetic.ENV_ID, *skyrl_gym.registry})
     if name not in known:
         raise Refusal(f"{where}={_shown(name)} is unknown; choose one of {', '.join(known)}")
 

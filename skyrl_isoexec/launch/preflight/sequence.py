@@ -32,6 +32,8 @@ def check(launch: LaunchConfig, cfg: Any) -> Contract | None:
     ranges.resume(cfg)
     ranges.packing(cfg, launch.exec.name)
     distribution.sampling(cfg)
+    if launch.exec.name == "isoexec" and launch.runtime.device == "cuda":
+        distribution.division(cfg.generator.sampling_params.temperature)
     model.pages(launch)
     model.scheduling(cfg)
     ranges.hosts(cfg)

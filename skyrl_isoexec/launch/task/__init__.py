@@ -9,9 +9,19 @@ from skyrl_isoexec.launch.task.files import (
     HELD_OUT_FILE,
     TRAIN_FILE,
     base_folder,
+    forms,
     is_embedded,
     prepare_checkpoint,
     prepare_data,
 )
 
-__all__ = ["DATA", "HELD_OUT_FILE", "TRAIN_FILE", "base_folder", "is_embedded", "prepare_checkpoint", "prepare_data"]
+__all__ = [
+    "DATA",
+    "HELD_OUT_FILE",
+    "TRAIN_FILE",
+    "base_folder",
+    "forms",
+    "is_embedded",
+    "prepare_checkpoint",
+    "prepare_data",
+]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from skyrl_isoexec.launch.config import LaunchConfig, ShapeConfig, TaskConfig
@@ -60,13 +61,20 @@ def is_embedded(launch: LaunchConfig, cfg: "SkyRLTrainConfig") -> bool:
     return [str(launch.run_dir / DATA / TRAIN_FILE)] == list(cfg.data.train_data)
 
 
+def forms(task: TaskConfig) -> ModuleType:
+    """The module with `row` and `write_data` of a task: how its problems are put to a model."""
+    from skyrl_isoexec.launch.task import arithmetic, problems
+
+    return arithmetic if task.name == "arithmetic" else problems
+
+
 def prepare_data(launch: LaunchConfig, cfg: "SkyRLTrainConfig") -> None:
     """Write the embedded task's data into the run's folder; data that the user named is not touched."""
     if is_embedded(launch, cfg):
-        from skyrl_isoexec.launch.task.problems import write_data
-
         data = launch.run_dir / DATA
-        write_data(data / TRAIN_FILE, data / HELD_OUT_FILE, launch.task.digits, launch.task.held_out_one_in)
+        forms(launch.task).write_data(
+            data / TRAIN_FILE, data / HELD_OUT_FILE, launch.task.digits, launch.task.held_out_one_in
+        )
 
 
 def prepare_checkpoint(launch: LaunchConfig, progress: Callable[[str], None] = print) -> Path:

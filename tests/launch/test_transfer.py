@@ -1,0 +1,87 @@
+"""Chunks keep modules together, and a proof is around whichever sender sends."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from skyrl.backends.skyrl_train.weight_sync import WeightChunk
+
+from skyrl_isoexec.launch import sync, transfer
+from skyrl_isoexec.launch.sync import SyncRefused, tensor_digest
+from skyrl_isoexec.launch.transfer import ProvenSender, chunked, proven
+
+TENSORS = [(name, torch.ones(4)) for name in ("a.weight", "a.bias", "b.weight", "c.weight")]
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(0, [1, 1, 1, 1]), (16, [2, 1, 1]), (32, [2, 2]), (48, [3, 1]), (64, [4]), (1, [2, 1, 1])]
+)
+def test_modules_are_not_torn_apart(limit: int, sizes: list[int]) -> None:
+    chunks = list(chunked(TENSORS, limit))
+    assert [len(chunk) for chunk in chunks] == sizes
+    assert [pair for chunk in chunks for pair in chunk] == TENSORS
+
+
+class Engine:
+    """One worker with all tensors; `sent` is what a sender between devices would bring it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, torch.Tensor] = {name: torch.zeros(4) for name, _ in TENSORS}
+        self.calls: list[str] = []
+
+    def call(self, urls: list[str], method: str, **_: object) -> dict[str, Any]:
+        self.calls.append(method)
+        places = {name: {"dim": None, "parts": 1, "rank": 0} for name in self.held}
+        if method == "isoexec_arrived":
+            places = {name: place | {"sha256": tensor_digest(self.held[name])} for name, place in places.items()}
+        return {"engine 0 rank 0": places} if method in ("isoexec_arrived", "isoexec_places") else {}
+
+    async def send_chunks(self, chunks: Any, weight_metadata: Any = None) -> None:
+        self.calls.append("send")
+        for chunk in chunks:
+            self.held.update(zip(chunk.names, chunk.tensors, strict=True))
+
+
+def chunks() -> list[WeightChunk]:
+    pairs = [
+        (list(names), list(tensors)) for names, tensors in (zip(*chunk, strict=True) for chunk in chunked(TENSORS, 16))
+    ]
+    return [
+        WeightChunk(names=names, dtypes=["torch.float32"] * len(names), shapes=[[4]] * len(names), tensors=tensors)
+        for names, tensors in pairs
+    ]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(sync, "call", made.call)
+    monkeypatch.setattr(transfer.dist, "barrier", lambda: made.calls.append("barrier"))
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_proves_what_a_device_sender_sends(rank: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.dist, "get_rank", lambda: rank)
+    sender = proven(engine, SimpleNamespace(server_urls=["http://engine"]), "contract", lambda: 3)
+    assert isinstance(sender, ProvenSender)
+    asyncio.run(sender.send_chunks(chunks()))
+    proof = ["isoexec_places", "isoexec_begin_sync", "send", "isoexec_arrived", "isoexec_commit"]
+    assert engine.calls == [*(proof if rank == 0 else ["send"]), "barrier"]
+
+
+def test_a_wrong_tensor_is_not_committed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.dist, "get_rank", lambda: 0)
+    sender = proven(engine, SimpleNamespace(server_urls=["http://engine"]), "contract", lambda: 3)
+    real = engine.send_chunks
+
+    async def damaged(chunks: Any, weight_metadata: Any = None) -> None:
+        await real(chunks)
+        engine.held["b.weight"] = torch.zeros(4)
+
+    monkeypatch.setattr(engine, "send_chunks", damaged)
+    with pytest.raises(SyncRefused, match="epoch 3: engine 0 rank 0: b.weight has digest"):
+        asyncio.run(sender.send_chunks(chunks()))
+    assert "isoexec_commit" not in engine.calls
