@@ -1,7 +1,9 @@
-"""`isoexec bench layers`."""
+"""`isoexec bench layers|engine`."""
 
 import argparse
 from pathlib import Path
+
+from skyrl_isoexec.bench import engine
 
 
 def _layers(arguments: argparse.Namespace) -> int:
@@ -20,3 +22,4 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
     layers.add_argument("--models", nargs="*", help="default: all")
     layers.add_argument("--out", type=Path, default=Path("bench_layers.json"), help="JSON with every number")
     layers.set_defaults(run=_layers)
+    engine.add_arguments(verbs.add_parser("engine", help="a whole engine beside stock vLLM, on this GPU"))
