@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: setup lint test test-gpu demo clean
+.PHONY: setup lint test test-gpu bench demo clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -17,6 +17,9 @@ test: setup
 
 test-gpu:  # needs torch, triton, numpy and pytest alone, so it fills no .venv where there is none
 	$(or $(wildcard $(BIN)/python),python3) -m pytest -m gpu tests/gpu $(ARGS)
+
+bench:  # refuses an operator whose gate is not valid; as test-gpu, it needs no .venv
+	$(or $(wildcard $(BIN)/python),python3) -m skyrl_isoexec.bench layers $(ARGS)
 
 demo: setup
 	$(BIN)/python -m skyrl.train +exec=isoexec $(ARGS)

@@ -13,6 +13,7 @@ GROUPS = (
     "skyrl_isoexec.launch.doctor",
     "skyrl_isoexec.launch.commands",
     "skyrl_isoexec.gate.commands",
+    "skyrl_isoexec.bench.commands",
     "skyrl_isoexec.patching.commands",
 )
 """Modules in the order in which --help shows them."""

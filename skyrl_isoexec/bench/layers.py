@@ -1,7 +1,8 @@
 """Every operator beside the stock one, on shapes of real models: a table, and JSON with all numbers.
 
 Notable: both arms run in this process, on the same operands, as replayed CUDA graphs; a row shows the medians, their
-ratio, and the floor, the time that the bytes or operations of the problem need at the ceilings of the chip.
+ratio, and the floor, the time that the bytes or operations of the problem need at the ceilings of the chip. An operator
+whose gate is not valid for this source is refused by name and not timed: a price without its proof says nothing.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import torch
 
 from skyrl_isoexec.bench.natives import Natives
 from skyrl_isoexec.bench.timing import copies, floor_ms, milliseconds
+from skyrl_isoexec.gate.record import GateError, require
 from skyrl_isoexec.kernels.attention import kernel as attention
 from skyrl_isoexec.kernels.linear import kernel as linear
 from skyrl_isoexec.kernels.logprob import kernel as logprob
@@ -34,6 +36,11 @@ DECODES = ((1, 2048), (1, 32768), (16, 2048), (16, 32768), (128, 2048), (128, 81
 PREFILLS = ((4, 2048), (1, 8192), (1, 16384))
 SCHEDULE = Schedule(kv_block=64, kv_partition=512)
 BF16 = torch.bfloat16
+REGION = {
+    "linear": "linear", "row_linear": "row_linear", "add_rmsnorm": "rmsnorm", "rope": "rope", "silu_mul": "swiglu",
+    "token_logprobs": "logprob", "prefill": "attention", "decode": "attention",
+}  # fmt: skip
+"""Row of the table -> the gate that it needs."""
 
 
 def _normal(*shape: int) -> torch.Tensor:
@@ -126,13 +133,27 @@ def _work(model: dict, quick: bool, natives: Natives):
             yield num_m, _logprobs(model, num_m)
 
 
+def refusals() -> dict[str, str]:
+    """{region: why} of every gate of sm90 that is not valid."""
+    found = {}
+    for region in dict.fromkeys(REGION.values()):
+        try:
+            require(region, "sm90")
+        except GateError as error:
+            found[region] = str(error)
+    return found
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Times everything, prints a line for each, writes the JSON; 2 without a GPU or for an unknown model."""
+    """Times everything, prints a line for each, writes the JSON; 2 without a GPU, for an unknown model, or refused."""
     chosen = arguments.models or (["MiMo-7B", "Qwen3.5-35B-A3B"] if arguments.quick else list(MODELS))
     unknown = sorted(set(chosen) - MODELS.keys())
     if unknown or not torch.cuda.is_available():
         print(f"bench layers: unknown models {unknown}" if unknown else "bench layers: there is no CUDA device")
         return 2
+    refused = refusals()
+    for reason in refused.values():
+        print(f"bench layers refuses: {reason}")
     natives, results, deadline = Natives(), [], time.monotonic() + arguments.seconds
     device = torch.cuda.get_device_name(0)
     print(f"{device}, torch {torch.__version__}; medians of replayed graphs, microseconds")
@@ -142,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             try:
                 for op, shape, made, ours, native, num_bytes, flops in cases:
+                    if REGION[op] in refused:
+                        continue
                     with torch.no_grad():
                         mine, theirs = milliseconds(ours, made), milliseconds(native, made)
                     floor = floor_ms(num_bytes, flops)
@@ -156,6 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
             except Exception as error:  # one operator that fails leaves the others to be timed
                 results.append({"model": name, "rows": num_m, "error": repr(error)})
                 print(f"{name} rows {num_m}: {error!r}"[:300], flush=True)
-    report = {"device": device, "torch": torch.__version__, "natives": natives.names, "results": results}
+    report = {
+        "device": device, "torch": torch.__version__, "natives": natives.names, "refused": refused, "results": results,
+    }  # fmt: skip
     arguments.out.write_text(json.dumps(report, indent=1))
-    return 0
+    return 2 if refused else 0

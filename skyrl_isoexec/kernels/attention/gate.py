@@ -33,7 +33,7 @@ TENSOR_CORE_SHAPES = (
     (8, 2, 128, (700, 3), 64, 512),
     (8, 1, 256, (600,), 64, 512),
 )
-TILES = ((16, 4, 3), (64, 4, 2), (64, 8, 2), (128, 4, 2), (128, 8, 2))
+TILES = ((16, 4, 3), (64, 4, 3), (64, 8, 2), (128, 8, 2))
 """(rows, warps, stages) of a prefill's tiles."""
 ROUNDINGS = 4 * 2.0**-9
 """What weights, their sum and the result may lose to bf16, each half a unit of 2**-8; the fourth is for fp32 sums."""

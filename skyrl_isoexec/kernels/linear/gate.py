@@ -20,6 +20,8 @@ from skyrl_isoexec.schedule import Schedule
 
 WIDTH = 2048
 """Inputs and outputs of the linear in which a row is moved about."""
+TILED = ((192, 2048), (512, 1032))
+"""(N, K) on which every tile of a table is proved; the second is not whole blocks of K."""
 
 
 def prove(
@@ -88,8 +90,9 @@ def _tensor_core(proof: Proof, impl: ModuleType, label: str, dtype: torch.dtype)
         proof.equal(f"{label} rounding", expected, impl.linear(x, w, bias), at=f"{name}, bias")
         alone = torch.cat([impl.linear(row, w, None, torch.float32) for row in x.split(1)])
         proof.equal(f"{label} each row alone", sums, alone, at=name)
-        _tiles(proof, impl, f"{label} tiles", x, w, sums, name)
-    for n, k in ((192, 2048), (512, 1032)):
+        if name == "finite hazards":
+            _tiles(proof, impl, f"{label} tiles", x, w, sums, name)
+    for n, k in TILED:
         x, w = normal(1, 257, k, dtype=dtype), normal(2, n, k, dtype=dtype)
         sums = impl.linear(x, w, None, torch.float32)
         proof.within(f"{label} within the bound", sums, *product_bound(x, w), at=f"{n} x {k}")

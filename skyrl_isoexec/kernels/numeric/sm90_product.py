@@ -62,12 +62,17 @@ class Tile:
 
     def suits(self, num_n: int, num_k: int, num_leaves: int, aligned: bool) -> bool:
         """Whether the tile computes a product of this shape; `aligned`: rows start at multiples of 16 bytes."""
-        if self.split > num_leaves or num_leaves // self.split > MAX_LEAVES:
+        leaves = num_leaves // self.split
+        if not 0 < leaves <= MAX_LEAVES or (leaves > 1 and self.m * self.n > self.warps * self.held(leaves)):
             return False
         if self.kind != "tma":
             return True
         whole = num_leaves == 1 or num_k // num_leaves % self.k == 0  # past a leaf's end lies the next leaf
         return aligned and num_n % 8 == 0 and self.split == 1 and whole and (num_leaves == 1 or not self.side)
+
+    def held(self, leaves: int) -> int:
+        """Elements of a tile for each warp so that the nodes of a tree which wait beside a leaf fit into registers."""
+        return 4096 if leaves == 2 else 2048 if self.kind == "tma" else 1024
 
     @property
     def side(self) -> int:

@@ -20,6 +20,9 @@ from skyrl_isoexec.schedule import ReductionTree, Schedule
 
 WIDTH = 2048
 """Inputs of the linear in which a row is moved about."""
+LEAVES = (1, 2, 4, NUM_LEAVES)
+TILED = ((192, 2048), (96, 1088))
+"""(N, K) on which every tile of a table is proved; leaves of the second are not whole blocks of K."""
 
 
 def prove(
@@ -65,9 +68,9 @@ class Leaves:
 
 def _tensor_core(proof: Proof, impl: ModuleType, definition: Leaves, label: str, dtype: torch.dtype) -> None:
     """Bound and every tile of the table, for every number of leaves."""
-    for n, k in ((192, 2048), (96, 1088)):
+    for n, k in TILED:
         x, w = normal(1, 257, k, dtype=dtype), normal(2, n, k, dtype=dtype)
-        for leaves in (1, 2, 4, NUM_LEAVES):
+        for leaves in LEAVES:
             root, at = definition.row_linear(x, w, leaves), f"{n} x {k}, {leaves} leaves"
             proof.within(f"{label} within the bound", root, *product_bound(x, w, leaves), at=at)
             for tile in impl.TABLE.tiles(n, k, leaves, True):

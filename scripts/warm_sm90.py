@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Fill Triton's cache on all cores with what the gates of sm90 need: compiling takes longer than proving.
+
+    python scripts/warm_sm90.py
+
+Parts of the gates run at the same time in processes of their own; what they find is thrown away. The gates themselves
+run afterwards, whole, and say what differs.
+"""
+
+import importlib
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from skyrl_isoexec.gate import decoder  # noqa: E402
+from skyrl_isoexec.gate.device import OnDevice  # noqa: E402
+from skyrl_isoexec.gate.run import SCHEDULE  # noqa: E402
+from skyrl_isoexec.kernels.bundle import load_kernels  # noqa: E402
+from skyrl_isoexec.kernels.numeric.proof import Proof  # noqa: E402
+
+BF16 = torch.bfloat16
+Job = tuple[str, str, object]
+"""(region, function of its gate, which part of its inputs)."""
+
+
+def jobs() -> list[Job]:
+    """The longest first."""
+    gate = importlib.import_module("skyrl_isoexec.kernels.attention.gate")
+    made: list[Job] = [("attention", "_tensor_core", shape) for shape in reversed(gate.TENSOR_CORE_SHAPES)]
+    made += [("row_linear", "_tensor_core", shape) for shape in ("whole", 1, 2, 4, 8)]
+    made += [("linear", "_tensor_core", shape) for shape in ("whole", "some")]
+    made += [("decoder", name, None) for name in ("degrees", "decode", "prefill", "trainer", "backward")]
+    made += [("attention", name, None) for name in ("_tensor_core", "_pages", "_cuts", "_neighbours", "_batch")]
+    made += [("attention", "_sequences", None)]
+    for op in ("linear", "row_linear"):
+        names = importlib.import_module(f"skyrl_isoexec.kernels.{op}.cases").cases(BF16)
+        made += [(op, "cases", name) for name in names if name != "no rows"]
+    return made
+
+
+def products(op: str, part: object, proof: Proof, kernel: OnDevice) -> None:
+    """Tiles of the large shapes, or what is done with one case."""
+    gate = importlib.import_module(f"skyrl_isoexec.kernels.{op}.gate")
+    made = gate.cases(BF16)
+    gate.cases = lambda dtype: {part: made[part]} if part in made else {}
+    if part in made:
+        gate.TILED = ()
+    elif isinstance(part, int):
+        gate.LEAVES = (part,)
+    elif op == "row_linear":
+        gate.LEAVES = ()
+        gate.prove(proof, kernel, SCHEDULE, {"bf16": BF16}, None)
+        return
+    if op == "linear":
+        gate._tensor_core(proof, kernel, "bf16", BF16)
+    elif part in made:
+        gate._reference(proof, kernel, gate.Leaves(kernel), lambda _: None, "bf16", BF16)
+    else:
+        gate._tensor_core(proof, kernel, gate.Leaves(kernel), "bf16", BF16)
+
+
+def attention(name: str, part: object, proof: Proof, kernel: OnDevice) -> None:
+    """One function of the gate; `_tensor_core` for one shape, or for none and all kinds."""
+    gate = importlib.import_module("skyrl_isoexec.kernels.attention.gate")
+    gate.TENSOR_CORE_SHAPES = () if part is None else (part,)
+    if name == "_pages":
+        gate._pages(proof, kernel, SCHEDULE, "bf16", BF16, True)
+        return
+    if part is not None:
+        gate.cases.KINDS = {}
+    getattr(gate, name)(proof, kernel, SCHEDULE, "bf16", BF16)
+
+
+def whole_model(name: str, proof: Proof) -> None:
+    """One way of computing log-probabilities."""
+    fields = decoder.MODELS["qwen3"] | decoder.TENSOR_CORE_HEADS
+    config, kernels = decoder.model_config("bfloat16", fields), load_kernels("kernel", SCHEDULE)
+    make, sequences = decoder.builder(config, kernels, "cuda"), decoder.token_ids(config, decoder.LENGTHS, "cuda")
+    if name == "trainer":
+        decoder.trainer(make(), sequences, grad=False)
+    elif name == "backward":
+        decoder._recomputation(proof, "warm", make(), sequences)
+    elif name == "degrees":
+        decoder._degrees(proof, "warm", make, sequences, decoder.trainer(make(), sequences, grad=True))
+    else:
+        steps = decoder.prefill_steps if name == "prefill" else decoder.decode_steps
+        decoder.engine(make(), sequences, steps(sequences))
+
+
+def run(job: Job) -> tuple[Job, float]:
+    """Do one job; whatever fails is reported by the gate."""
+    region, name, part = job
+    begin, proof = time.monotonic(), Proof()
+    torch.set_num_threads(1)
+    try:
+        if region == "decoder":
+            whole_model(name, proof)
+        else:
+            kernel = OnDevice(importlib.import_module(f"skyrl_isoexec.kernels.{region}.kernel"), "cuda")
+            prepare = attention if region == "attention" else products
+            prepare(name if region == "attention" else region, part, proof, kernel)
+    except Exception as error:
+        print(f"{job}: {error!r}"[:200], flush=True)
+    return job, time.monotonic() - begin
+
+
+def main() -> int:
+    begin, work = time.monotonic(), jobs()
+    workers = max(1, min(15, (os.cpu_count() or 2) - 1))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for done in as_completed([pool.submit(run, job) for job in work]):
+            job, seconds = done.result()
+            print(f"{seconds:5.0f} s {job}", flush=True)
+    print(f"{len(work)} parts in {time.monotonic() - begin:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
