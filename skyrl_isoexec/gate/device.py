@@ -81,6 +81,9 @@ class OnDevice:
         found = results if isinstance(results, tuple) else (results,)
         if not all(isinstance(x, Tensor) and x.numel() and not x.requires_grad for x in found):
             return
+        owned = {x.untyped_storage().data_ptr() for x in tensors}
+        if any(x.untyped_storage().data_ptr() in owned for x in found):  # a view of an operand: nothing was computed
+            return
         kept, key = self._calls.setdefault(name, {}), tuple((x.dtype, x.shape) for x in tensors)
         if tensors and key not in kept and len(kept) < KEPT:
             kept[key] = (function, operands, named, tuple(x.clone() for x in found))
