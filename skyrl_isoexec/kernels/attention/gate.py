@@ -147,7 +147,7 @@ def _pages(
             expected = model.cache
             if keys_like_values:  # each head's keys as [page_size, D] in the place of [D, page_size]
                 keys, _values = spec.planes(expected)
-                keys.copy_(keys.transpose(2, 3).reshape(keys.shape))
+                keys.copy_(keys.transpose(2, 3).clone(memory_format=torch.contiguous_format).view(keys.shape))
             proof.equal(f"{label} pages", expected, paged.cache, at=f"{at}, cache")
             proof.equal(f"{label} pages", out, paged.attend(paged.q, paged.table, paged.cu, paged.lens), at=at)
 
