@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 site=$(realpath "$1") model=$(realpath "$2") out=$3
 shift 3
 stages=${*:-checks engine}
+blocks=generator.inference_engine.engine_init_kwargs.num_gpu_blocks_override
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
@@ -62,7 +63,7 @@ for name in $stages; do
             stage gate 240 "$python" -m skyrl_isoexec gate --arch sm90
             tar -C skyrl_isoexec/gate -czf "$out/records.tgz" records
             ;;
-        run) run isoexec 420 ;;
+        run) run isoexec 420 "+$blocks=300" ;; # too few for 256 sequences of two pages: some are preempted
         run_native) run native 200 trainer.max_training_steps=3 ;;
         *) echo "no stage $name" | tee -a "$out/stages.txt" ;;
     esac

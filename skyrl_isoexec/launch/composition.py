@@ -144,7 +144,6 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
 
 def _graphs(eager: bool) -> dict[str, Any]:
     return {
-        "async_scheduling": True,
         "compilation_mode": COMPILATION["mode"],
         "cudagraph_mode": "NONE" if eager else COMPILATION["cudagraph_mode"],
     }

@@ -29,7 +29,7 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "worker_class",
 )
-GRAPH_OPTIONS = ("async_scheduling", "compilation_mode", "cudagraph_mode")
+GRAPH_OPTIONS = ("compilation_mode", "cudagraph_mode")
 """Options that only an engine on a GPU has."""
 PLUGIN = ("architecture", "attention", "transfer", "log_softmax")
 

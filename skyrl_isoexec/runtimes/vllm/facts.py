@@ -50,7 +50,6 @@ def device_facts(worker: Any) -> dict[str, Fact]:
     compilation = worker.vllm_config.compilation_config
     return {
         "device.arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
-        "engine.async_scheduling": worker.vllm_config.scheduler_config.async_scheduling,
         "engine.compilation_mode": compilation.mode.name,
         "engine.cudagraph_mode": compilation.cudagraph_mode.name,
     }

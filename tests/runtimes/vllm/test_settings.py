@@ -1,6 +1,7 @@
 """What the engine is told is strict, what it cannot compute exactly it refuses, and it says what it runs."""
 
 import json
+import re
 
 import pytest
 
@@ -104,3 +105,45 @@ def test_native_engines_are_left_alone(host, checkpoint) -> None:
     (out,) = engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 4 and logprobs.log_softmax_override is None
     assert engine.apply_model(lambda model: type(model).__name__) == ["Qwen3ForCausalLM"]
+
+
+GRAPHS = {
+    "compiled": ({"mode": "VLLM_COMPILE"}, "compilation_config.mode = 'VLLM_COMPILE'"),
+    "piecewise": ({"graphs": "PIECEWISE"}, "compilation_config.cudagraph_mode = 'PIECEWISE'"),
+    "another runner": ({"runner": True}, "VLLM_USE_V2_MODEL_RUNNER = True .*log-probabilities of that runner"),
+    "two batches at once": ({"ubatching": True}, "enable_dbo = True"),
+}
+
+
+@pytest.mark.parametrize("case", ["as asked", "eager", "on the cpu", *GRAPHS])
+def test_how_a_gpu_engine_runs_is_held_to(case: str, namespace) -> None:
+    """vLLM's own compilation, piecewise graphs and second runner are refused on a GPU; nothing is asked elsewhere."""
+    pytest.importorskip("vllm")
+    from skyrl_isoexec.runtimes.vllm.checks import _graph_rules
+
+    given = {"mode": "NONE", "graphs": "FULL_DECODE_ONLY", "runner": False, "ubatching": False}
+    change, said = GRAPHS.get(case, ({"graphs": "NONE"} if case == "eager" else {}, ""))
+    given |= change
+    config = namespace(
+        device_config=namespace(device_type="cpu" if case == "on the cpu" else "cuda"),
+        compilation_config=namespace(
+            mode=namespace(name=given["mode"]), cudagraph_mode=namespace(name=given["graphs"])
+        ),
+        parallel_config=namespace(use_ubatching=given["ubatching"]),
+        use_v2_model_runner=given["runner"],
+    )
+    broken = [f"{name} = {value!r} {supported}" for name, value, holds, supported in _graph_rules(config) if not holds]
+    assert len(broken) == bool(said)
+    assert all(re.search(said, line) for line in broken)
+
+
+def test_arguments_of_a_gpu_engine() -> None:
+    """Decode steps are captured whole, nothing is compiled, and the worker is the guarded one of CUDA."""
+    from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
+
+    settings = EngineSettings.from_additional_config({"isoexec": GOOD})
+    cpu = settings.engine_arguments(dtype="bfloat16")
+    cuda = settings.engine_arguments(dtype="bfloat16", device="cuda")
+    assert cuda.pop("compilation_config") == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert cuda.pop("worker_cls").endswith("cuda_worker.GuardedWorker")
+    assert {name: value for name, value in cpu.items() if name != "worker_cls"} == cuda

@@ -1,0 +1,212 @@
+"""Hazards 1, 5 and 7 with a whole engine: CUDA graphs, prefix caching, chunked prefill on, against the decoder alone.
+
+One engine, in this process. Its prompts are so long, and its steps so small, that decode rows share steps with prefill
+chunks of every length; pure decode steps are replayed graphs.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_isoexec.schedule import Schedule
+from skyrl_isoexec.schedule.bits import count_mismatches
+
+pytest.importorskip("vllm")
+
+SCHEDULE = Schedule(num_leaves=1, kv_block=64, kv_partition=128)
+VOCABULARY, LONGEST, STEP = 512, 1024, 160
+HF = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": LONGEST,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+CHANGED = ("model.layers.1.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints that differ in one projection and one norm."""
+    from skyrl_isoexec.model.checkpoint import random_tensors, save
+    from skyrl_isoexec.model.families import from_hf
+
+    base = tmp_path_factory.mktemp("checkpoints")
+    first = dict(random_tensors(from_hf(HF), 0, std=0.1))
+    other = dict(random_tensors(from_hf(HF), 1, std=0.1))
+    second = first | {CHANGED[0]: other[CHANGED[0]], CHANGED[1]: first[CHANGED[1]] * 1.25}
+    for name, tensors in (("first", first), ("second", second)):
+        save(base / name, HF, tensors)
+    return [base / "first", base / "second"]
+
+
+@pytest.fixture(scope="module")
+def engine(folders: list[Path]) -> Iterator[Any]:
+    from skyrl_isoexec.runtimes.vllm.settings import CUDA_ENVIRONMENT, EngineSettings
+
+    before = dict(os.environ)
+    os.environ.update(CUDA_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
+    from vllm import LLM
+
+    settings = EngineSettings(family="qwen3", kernels="kernel", schedule=SCHEDULE)
+    yield LLM(
+        str(folders[0]),
+        **settings.engine_arguments(dtype="bfloat16", device="cuda"),
+        skip_tokenizer_init=True,
+        block_size=64,
+        max_model_len=LONGEST,
+        max_num_seqs=32,
+        max_num_batched_tokens=STEP,
+        kv_cache_memory_bytes=2**28,
+        gpu_memory_utilization=0.2,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+    )
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Reference:
+    """The decoder alone, packed rows, no cache."""
+
+    def __init__(self, folder: Path) -> None:
+        from skyrl_isoexec.kernels.bundle import load_kernels
+        from skyrl_isoexec.model.axes import SingleAxis
+        from skyrl_isoexec.model.checkpoint import iter_tensors, load
+        from skyrl_isoexec.model.decoder import Decoder
+        from skyrl_isoexec.model.families import from_hf
+
+        self.kernels = load_kernels("kernel", SCHEDULE)
+        self.decoder = Decoder(from_hf(HF), self.kernels, SingleAxis(), SCHEDULE, device="cuda").requires_grad_(False)
+        load(self.decoder, iter_tensors(folder))
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """fp32 [len(ids), vocabulary]."""
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device="cuda")
+        x_TH = self.decoder.layers(
+            self.decoder.embed(torch.tensor(ids, device="cuda")),
+            torch.arange(len(ids), device="cuda"),
+            lambda _, q, k, v: self.kernels.attention(q, k, v, bounds, self.decoder.config.scale),
+        )
+        return self.kernels.logprobs(self.decoder.full_logits(x_TH)).cpu()
+
+
+@pytest.fixture(scope="module")
+def references(folders: list[Path]) -> list[Reference]:
+    return [Reference(folder) for folder in folders]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int = 24) -> list[Any]:
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=tokens, temperature=1.0, seed=3, logprobs=4, ignore_eos=True, detokenize=False)
+    return engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+
+
+def mismatched(reference: Reference, outputs: list[Any]) -> tuple[int, int]:
+    """(differing, compared) over the sampled tokens and the four likeliest beside them."""
+    got, want = [], []
+    for output in outputs:
+        start, answer = list(output.prompt_token_ids), output.outputs[0]
+        rows = reference.logprobs(start + list(answer.token_ids))
+        for step, entries in enumerate(answer.logprobs):
+            got += [entry.logprob for entry in entries.values()]
+            want += [rows[len(start) + step - 1, token].item() for token in entries]
+    return count_mismatches(torch.tensor(got), torch.tensor(want))
+
+
+def counter(engine: Any, name: str) -> int:
+    return int(sum(metric.value for metric in engine.get_metrics() if metric.name == name))
+
+
+def addresses(model: Any) -> dict[str, int]:
+    """Where a graph reads what it was captured with."""
+    weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    return weights | {"rotary table": model.cos_sin_PD.data_ptr()}
+
+
+def replays(engine: Any) -> int:
+    return engine.collective_rpc("isoexec_replays")[0]
+
+
+NEIGHBOURS = {
+    "one token": [1],
+    "nine": [9],
+    "ten": [10],
+    "129": [129],
+    "longer than steps": [900],
+    "a mixture": [1, 9, 10, 129, 700],
+    "many of one token": [1] * 30,
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_do_not_move_a_row(name: str, engine: Any, references: list[Reference]) -> None:
+    """Hazard 1: 300 tokens of context beside neighbours of any query length, in mixed steps and in replayed graphs."""
+    anchor = prompt(300, 1)
+    before = replays(engine)
+    outputs = generate(engine, [anchor, *(prompt(n, 50 + i) for i, n in enumerate(NEIGHBOURS[name]))])
+    wrong, compared = mismatched(references[0], outputs)
+    assert compared >= 24 * len(outputs) and wrong == 0
+    assert replays(engine) > before, "no graph was replayed"
+    alone = generate(engine, [anchor])[0].outputs[0]
+    assert list(alone.token_ids) == list(outputs[0].outputs[0].token_ids)
+
+
+def test_every_number_of_sequences_pads_alike(engine: Any, references: list[Reference]) -> None:
+    """A graph is padded to its size: 1 to 32 sequences, also between two sizes."""
+    for count in (1, 2, 3, 5, 8, 13, 17, 31, 32):
+        wrong, _ = mismatched(
+            references[0], generate(engine, [prompt(20 + i, 100 + i) for i in range(count)], tokens=6)
+        )
+        assert wrong == 0, f"{count} sequences"
+
+
+def test_a_common_beginning_is_found(engine: Any, references: list[Reference]) -> None:
+    """Hazard 7, first half: a hit on a cached block changes nothing."""
+    common = prompt(64, 7)
+    before = counter(engine, "vllm:prefix_cache_hits")
+    outputs = generate(engine, [common + prompt(9, 8)]) + generate(engine, [common + prompt(30, 9)])
+    assert counter(engine, "vllm:prefix_cache_hits") >= before + 64
+    assert mismatched(references[0], outputs)[0] == 0
+
+
+def test_graphs_survive_weight_syncs(engine: Any, folders: list[Path], references: list[Reference]) -> None:
+    """Hazards 5 and 7: two syncs under captured graphs; addresses stay, results follow, and old pages are not used."""
+    asked = [prompt(64, 7) + prompt(9, 8), prompt(64, 7) + prompt(30, 9)]
+    (before,) = engine.apply_model(addresses)
+    for index in (1, 0, 1):
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[index])})
+        assert engine.reset_prefix_cache()
+        (after,) = engine.apply_model(addresses)
+        assert after == before, "a graph reads at addresses that are no longer those of the weights"
+        steps = replays(engine)
+        outputs = generate(engine, asked)
+        assert mismatched(references[index], outputs)[0] == 0
+        assert mismatched(references[1 - index], outputs)[0] > 0, "the sync changed nothing that shows"
+        assert replays(engine) > steps
+    served = engine.collective_rpc("isoexec_served")[0]
+    assert {name.rsplit(".", 1)[1] for name in served} == {"engine_prefill", "engine_decode"}
