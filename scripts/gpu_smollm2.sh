@@ -16,6 +16,7 @@ blocks=generator.inference_engine.engine_init_kwargs.num_gpu_blocks_override
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
+if ! command -v git > /dev/null; then PATH="$PWD/.gpu/tools:$PATH"; fi # patches are applied, and looked at, with git
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$site" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(mktemp -d)} TOKENIZERS_PARALLELISM=false
 

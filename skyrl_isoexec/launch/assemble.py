@@ -27,6 +27,19 @@ OURS = (
     "worker_extension_cls",
 )
 """Engine arguments that decide what is computed or compared; a user's other value is refused."""
+NEUTRAL = (
+    "block_size",
+    "disable_log_stats",
+    "enable_log_requests",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_logprobs",
+    "max_model_len",
+    "num_gpu_blocks_override",
+    "seed",
+    "uvicorn_log_level",
+)
+"""Engine arguments of a user's that leave every log-probability alone; in the isoexec arm all others are refused."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -82,6 +95,12 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
     arguments = engine_arguments(launch, model, contract)
+    unproven = sorted(engine.engine_init_kwargs.keys() - {*OURS, *NEUTRAL}) if contract is not None else []
+    if unproven:
+        raise ValueError(
+            f"generator.inference_engine.engine_init_kwargs.{unproven[0]}={engine.engine_init_kwargs[unproven[0]]!r}: "
+            f"nobody has shown that it leaves the bits alone; leave it out (known are {', '.join(NEUTRAL)})"
+        )
     for name in OURS:
         if name in arguments and engine.engine_init_kwargs.get(name, arguments[name]) != arguments[name]:
             raise ValueError(

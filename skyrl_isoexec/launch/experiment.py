@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,7 @@ class CountingTrainer(RayPPOTrainer):
     handshake: Handshake | None = None
     """Holds every process to the contract; the native arm has none."""
     _scored = False
+    _asking = _proving = 0.0
 
     @property
     def actors(self) -> list[Any]:
@@ -54,7 +56,17 @@ class CountingTrainer(RayPPOTrainer):
 
     def epoch(self) -> int:
         """How many updates the trainer's weights have had since it started, by its own account."""
-        return ray.get(self.actors[0].num_updates.remote())
+        began = time.perf_counter()
+        try:
+            return ray.get(self.actors[0].num_updates.remote())
+        finally:
+            self._asking += time.perf_counter() - began
+
+    def _enforcement_seconds(self) -> float:
+        """Time since the last call that went into epochs and into the proof of the last weight sync."""
+        before, self._proving = self._proving, ray.get(self.actors[0].proof_seconds.remote())
+        asking, self._asking = self._asking, 0.0
+        return asking + self._proving - before
 
     def build_models(self, *worker_classes: Any) -> None:
         """As SkyRL's; from here on the trainer's processes are watched as well."""
@@ -72,9 +84,11 @@ class CountingTrainer(RayPPOTrainer):
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         """SkyRL's scoring pass, then the count. ComparisonError if there is nothing to compare."""
         scored = super().fwd_logprobs_values_reward(training_input)
-        if self.handshake is not None and not self._scored:
-            self.handshake.scored(self.actors, self.inference_engine_client.server_urls)
-            self._scored = True
+        if self.handshake is not None:
+            if not self._scored:
+                self.handshake.scored(self.actors, self.inference_engine_client.server_urls)
+                self._scored = True
+            self.all_metrics["timing/enforcement"] = self._enforcement_seconds()
         counts = compare(scored.get("rollout_logprobs"), scored.get("action_log_probs"), scored["loss_mask"])
         self.all_metrics.update({**counts, witness.DIGEST: witness.digest(scored)})
         return scored

@@ -7,7 +7,9 @@ here. Until then, and after any failure, it refuses to generate.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ class SyncProof:
         self._urls, self._contract, self._epoch = list(urls), contract_digest, epoch
         self._sent: dict[tuple[str, int | None, int, int], str] = {}
         self._now = 0
+        self.seconds = 0.0
+        """Time spent on all proofs so far."""
         held = call(self._urls, "isoexec_places")  # the engines may be asleep, without the memory of their weights
         self._parts = {
             (name, part["dim"], part["parts"], part["rank"]) for parts in held.values() for name, part in parts.items()
@@ -44,15 +48,17 @@ class SyncProof:
 
     def begin(self) -> None:
         """Engines forget what they held."""
-        self._sent, self._now = {}, self._epoch()
-        call(self._urls, "isoexec_begin_sync", epoch=self._now)
+        with self._timed():
+            self._sent, self._now = {}, self._epoch()
+            call(self._urls, "isoexec_begin_sync", epoch=self._now)
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same (name, full tensor) pairs; the digest of every part that some worker keeps is noted."""
         for name, tensor in tensors:
-            for dim, parts, rank in self._wanted.get(name, ()):
-                part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
-                self._sent[name, dim, parts, rank] = tensor_digest(part)
+            with self._timed():
+                for dim, parts, rank in self._wanted.get(name, ()):
+                    part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
+                    self._sent[name, dim, parts, rank] = tensor_digest(part)
             yield name, tensor
 
     def watch_chunks(self, chunks: Iterable[Any]) -> Iterator[Any]:
@@ -64,6 +70,18 @@ class SyncProof:
 
     def finish(self) -> None:
         """Compare, and let the engines generate. SyncRefused names every tensor and process that differ."""
+        with self._timed():
+            self._compare()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _compare(self) -> None:
         arrived = call(self._urls, "isoexec_arrived")
         problems = differing(self._sent, arrived)
         if problems:

@@ -75,16 +75,16 @@ class ProvenSender(WeightTransferSender):
     """A sender of SkyRL's between devices, with a proof around each of its updates: see `SyncProof`."""
 
     def __init__(self, inner: WeightTransferSender, proof: SyncProof | None) -> None:
-        self._inner, self._proof = inner, proof
+        self._inner, self.proof = inner, proof
 
     async def send_chunks(self, chunks: Iterable[WeightChunk], weight_metadata: dict[str, list] | None = None) -> None:
         """Send one update of all tensors; only rank 0 has a proof, the other ranks wait for it."""
-        if self._proof is None:
+        if self.proof is None:
             await self._inner.send_chunks(chunks, weight_metadata)
         else:
-            await asyncio.to_thread(self._proof.begin)
-            await self._inner.send_chunks(self._proof.watch_chunks(chunks), weight_metadata)
-            await asyncio.to_thread(self._proof.finish)
+            await asyncio.to_thread(self.proof.begin)
+            await self._inner.send_chunks(self.proof.watch_chunks(chunks), weight_metadata)
+            await asyncio.to_thread(self.proof.finish)
         dist.barrier()
 
     def teardown(self) -> None:
@@ -106,12 +106,12 @@ class GlooSender(WeightTransferSender):
 
     def __init__(self, group: Any, client: Any) -> None:
         self._group, self._client = group, client
-        self._proof: SyncProof | None = None
+        self.proof: SyncProof | None = None
 
     def prove(self, contract_digest: str, epoch: Callable[[], int]) -> None:
         """From here on every update is proven: see `SyncProof`. For all ranks; rank 0 does it."""
         if dist.get_rank() == 0:
-            self._proof = SyncProof(self._client.server_urls, contract_digest, epoch)
+            self.proof = SyncProof(self._client.server_urls, contract_digest, epoch)
 
     async def send_chunks(self, chunks: Iterable[WeightChunk], weight_metadata: dict[str, list] | None = None) -> None:
         """Send one update of all tensors. `weight_metadata` announces them."""
@@ -119,17 +119,17 @@ class GlooSender(WeightTransferSender):
             raise ValueError("weight_metadata is missing: the receivers must know what is sent to them")
         tensors = ((name, t) for chunk in chunks for name, t in zip(chunk.names, chunk.tensors, strict=True))
         if dist.get_rank() == 0:
-            if self._proof is not None:
-                await asyncio.to_thread(self._proof.begin)
-                tensors = self._proof.watch(tensors)
+            if self.proof is not None:
+                await asyncio.to_thread(self.proof.begin)
+                tensors = self.proof.watch(tensors)
             await self._client.start_weight_update(is_checkpoint_format=True)
             receive = asyncio.create_task(self._client.update_weights_nccl({**weight_metadata, "packed": True}))
             arguments = {"group": self._group, "packed": True}
             await asyncio.to_thread(GlooTransfer.trainer_send_weights, iterator=tensors, trainer_args=arguments)
             await receive
             await self._client.finish_weight_update()
-            if self._proof is not None:
-                await asyncio.to_thread(self._proof.finish)
+            if self.proof is not None:
+                await asyncio.to_thread(self.proof.finish)
         else:
             for _ in tensors:
                 pass

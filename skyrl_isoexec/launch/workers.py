@@ -126,6 +126,11 @@ class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):
         """Optimizer steps since this process started: the epoch of its weights."""
         return self._num_updates
 
+    def proof_seconds(self) -> float:
+        """Time that this process has spent on proofs of weight syncs; only rank 0 makes any."""
+        proof = getattr(self._weight_transfer_sender, "proof", None)
+        return 0.0 if proof is None else proof.seconds
+
     def optim_step(self) -> float | None:
         """As SkyRL's; before the first one, the kernels that the forward has used must be the contract's."""
         if self._num_updates == 0 and self._settings["exec"] == "isoexec":
