@@ -29,6 +29,8 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "worker_class",
 )
+ENFORCED = {"engine.enforce": True, "engine.logits_processors": ""}
+"""What every engine of a contract has: a guard, and nobody else's code between logits and tokens."""
 GRAPH_OPTIONS = ("compilation_mode", "cudagraph_mode")
 """Options that only an engine on a GPU has."""
 PLUGIN = ("architecture", "attention", "transfer", "log_softmax")
@@ -47,6 +49,7 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
         "contract.semantic": identity.semantic,
         "contract.numerical_policy": identity.numerical_policy,
         "model.class": MODEL_CLASS[role],
+        "model.one_place": True,
         "constant.eps": contract.model.fields["rms_norm_eps"],
         "numeric.flush_subnormals": False,
         "numeric.rounding": "nearest",
@@ -67,6 +70,8 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
     else:
         facts.update({f"plugin.{name}": True for name in PLUGIN})
         facts.update({f"engine.{name}": deployment["engine"][name] for name in ENGINE_OPTIONS})
+        facts.update(ENFORCED)
+        facts["engine.seed"] = deployment["seeds"]["run"]  # SkyRL gives every engine its own one
         facts["engine.cache_dtype"] = contract.model.dtype
     if deployment["device"] == "cuda":
         (arch,) = {entry.impl.arch for entry in contract.composition}

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from ..contract import decode, digest
 from ..kernels.selection import select
 from ..model.checkpoint import save
-from ..runtimes.megatron.facts import facts, served
+from ..runtimes.megatron.facts import facts, probe, served
 from ..runtimes.megatron.install import build, build_native, distribute
 from ..runtimes.megatron.logprob import token_logprobs
 from ..runtimes.megatron.weights import export
@@ -115,6 +115,10 @@ class ModelWorker:
     def served(self) -> dict[str, str]:
         """Which kernels forwards of this process have used."""
         return served(self.actor_module[0])
+
+    def probe(self) -> str | None:
+        """Digest of a short forward of the live model; None for a part of a pipeline. Collective over tensor ranks."""
+        return probe(self.actor_module[0])
 
 
 class _PolicyWorker(ModelWorker, MegatronPolicyWorkerBase):

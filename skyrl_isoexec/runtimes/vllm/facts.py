@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from skyrl_isoexec.model.facts import Fact, decoder_facts
+from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.runtimes.vllm.install import BACKEND, installed_log_softmax
 from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, TRANSFER_BACKEND
 from skyrl_isoexec.runtimes.vllm.steps import without_rehearsal
@@ -37,12 +38,28 @@ def engine_facts(worker: Any) -> dict[str, Fact]:
         "engine.cache_dtype": str(model.pages[0].kv_cache.dtype).removeprefix("torch."),
         "engine.enable_chunked_prefill": scheduler.enable_chunked_prefill,
         "engine.enable_prefix_caching": cache.enable_prefix_caching,
+        "engine.enforce": getattr(getattr(worker, "isoexec_settings", None), "enforce", False),
         "engine.enforce_eager": config.model_config.enforce_eager,
+        "engine.logits_processors": foreign_processors(worker),
         "engine.logprobs_mode": str(config.model_config.logprobs_mode),
         "engine.max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "engine.max_num_seqs": scheduler.max_num_seqs,
+        "engine.seed": config.model_config.seed,
         "engine.worker_class": f"{kind.__module__}.{kind.__qualname__}",
     }
+
+
+def foreign_processors(worker: Any) -> str:
+    """Classes in the live sampler that change logits and are not vLLM's own; vLLM also loads those of any package."""
+    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
+
+    kinds = {type(one) for one in worker.model_runner.input_batch.logitsprocs.all}
+    return ", ".join(sorted(f"{k.__module__}.{k.__qualname__}" for k in kinds - set(BUILTIN_LOGITS_PROCESSORS)))
+
+
+def own_attention(model: Any) -> bool:
+    """Whether every layer attends over its pages with the model's kernels and scale."""
+    return all(p.impl.kernels is model.kernels and p.impl.scale == model.config.scale for p in model.pages)
 
 
 def device_facts(worker: Any) -> dict[str, Fact]:
@@ -72,6 +89,7 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
         **(device_facts(worker) if device.type == "cuda" else {}),
         "runtime": "vllm",
         "model.class": type(model).__name__,
+        "model.one_place": found["model.one_place"] and own_attention(model),
         "degree.tp": get_tp_group().world_size,
         "degree.pp": get_pp_group().world_size,
         "plugin.log_softmax": installed_log_softmax() is model.kernels.logprobs,
@@ -91,6 +109,12 @@ class FactsExtension:
     def isoexec_facts(self) -> dict[str, Fact]:
         """See `worker_facts`."""
         return worker_facts(self)
+
+    def isoexec_probe(self) -> dict[str, str | None]:
+        """{"probe": digest of a short forward of the model}, see `model.probe`; RuntimeError in a sleeping worker."""
+        if getattr(self, "isoexec_asleep", False):
+            raise RuntimeError("this worker is asleep, without the memory of its weights; wake it up before the probe")
+        return {"probe": probe(_model(self))}
 
     def isoexec_served(self) -> dict[str, str]:
         """{served.<op>.<case>: its module} for every kernel that a step of this process has used."""

@@ -1,7 +1,7 @@
 """One rank of the unified model in Megatron's stack. Run as a script: LAYOUT CHECKPOINT OUTPUT, with torch's variables.
 
-Scores a fixed batch (no gradients), trains two steps with recomputation and the distributed optimizer, scores again,
-saves, trains a third step, loads into a fresh model, trains the third step once more, and exports.
+Scores a fixed batch (no gradients), probes, trains two steps with recomputation and the distributed optimizer, scores
+again, saves, trains a third step, loads into a fresh model, trains the third step once more, and exports.
 """
 
 import sys
@@ -93,7 +93,7 @@ def main(layout: str, dtype: str, checkpoint: str, output: str) -> None:
     """The script; rank files of results are written to `output`."""
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
-    from skyrl_isoexec.runtimes.megatron.facts import facts
+    from skyrl_isoexec.runtimes.megatron.facts import probe
     from skyrl_isoexec.runtimes.megatron.weights import export, shapes
 
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def main(layout: str, dtype: str, checkpoint: str, output: str) -> None:
     size = parallel_state.get_data_parallel_world_size()
     mine = micro[parallel_state.get_data_parallel_rank() :: size]
     trainer = Trainer(checkpoint, dtype)
-    result = {"before": trainer.run(micro, train=False), "facts": facts(trainer.model)}
+    result = {"before": trainer.run(micro, train=False), "probe": probe(trainer.model)}
     result["training"] = [trainer.run(mine, train=True) for _ in range(2)]
     result["after"] = trainer.run(micro, train=False)
     saved = Path(output) / "saved"

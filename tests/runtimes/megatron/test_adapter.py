@@ -16,6 +16,7 @@ from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families
 from skyrl_isoexec.model.axes import SingleAxis
 from skyrl_isoexec.model.decoder import Decoder
+from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.schedule.bits import count_mismatches
 from skyrl_isoexec.schedule.schedule import Schedule
 
@@ -76,20 +77,27 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return found
 
 
-def plain(folder: Path, dtype: str, tensors: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """The same log-probabilities from the decoder alone, row by row."""
-    from ranks import LEAVES, batches
+def decoder(folder: Path, dtype: str) -> Decoder:
+    """The decoder alone, of one rank."""
+    from ranks import LEAVES
 
     schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32)
-    kernels = load_kernels("cpu", schedule)
-    decoder = Decoder(families.from_hf(HF, dtype=dtype), kernels, SingleAxis(), schedule)
-    checkpoint.load(decoder, tensors if tensors is not None else checkpoint.iter_tensors(folder))
-    rows = []
+    made = Decoder(families.from_hf(HF, dtype=dtype), load_kernels("cpu", schedule), SingleAxis(), schedule)
+    checkpoint.load(made, checkpoint.iter_tensors(folder))
+    return made
+
+
+def plain(folder: Path, dtype: str) -> torch.Tensor:
+    """The same log-probabilities from the decoder alone, row by row."""
+    from ranks import batches
+
+    model = decoder(folder, dtype)
+    rows, kernels = [], model.kernels
     for ids in torch.cat(batches()):
         cu = torch.tensor([0, len(ids)], dtype=torch.int32)
-        attend = lambda _, q, k, v, cu=cu: kernels.attention(q, k, v, cu, decoder.config.scale)  # noqa: E731
+        attend = lambda _, q, k, v, cu=cu: kernels.attention(q, k, v, cu, model.config.scale)  # noqa: E731
         with torch.no_grad():
-            logits = decoder.logits(decoder.layers(decoder.embed(ids), torch.arange(len(ids)), attend))
+            logits = model.logits(model.layers(model.embed(ids), torch.arange(len(ids)), attend))
         rows.append(kernels.token_logprobs(logits[:-1].contiguous(), ids[1:]))
     return torch.stack(rows)
 
@@ -134,7 +142,7 @@ def test_a_resumed_step_equals_the_uninterrupted_one(case: tuple[str, str], resu
     assert compared > 10_000
 
 
-def test_facts_are_read_back(results: dict) -> None:
-    facts = results["tp2", "float32"][0]["facts"]
-    assert (facts["tp"], facts["pp"], facts["dtype"]) == (2, 1, "torch.float32")
-    assert facts["schedule"]["num_leaves"] == 4 and facts["threads"] == 1
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_probe_is_the_plain_decoders(case: tuple[str, str], results: dict, folder: Path) -> None:
+    wanted = None if case[0] == "pp2" else probe(decoder(folder, case[1]))
+    assert [rank["probe"] for rank in results[case]] == [wanted] * len(results[case])
