@@ -24,6 +24,7 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from ..contract import Contract
 from ..runtimes.vllm.guard import EPOCH
+from ..runtimes.vllm.sampling import SCORED
 from . import witness
 from .exactness import compare
 from .handshake import Handshake
@@ -119,7 +120,8 @@ class Generator(SkyRLGymGenerator):
         metadata = input_batch.get("batch_metadata")
         self._step = metadata.global_step if metadata is not None else 0
         if self.epoch_of_weights is not None:
-            self._extra = {"extra_args": {EPOCH: await asyncio.to_thread(self.epoch_of_weights)}}
+            scored = metadata is None or metadata.training_phase == "train"
+            self._extra = {"extra_args": {EPOCH: await asyncio.to_thread(self.epoch_of_weights), SCORED: scored}}
         return await super().generate(input_batch, disable_tqdm=disable_tqdm)
 
     async def agent_loop(self, *args: Any, sampling_params: Any = None, trajectory_id: Any = None, **rest: Any) -> Any:

@@ -1,81 +1,12 @@
 """An engine with a contract: it says what it is, proves what it received, and serves only what is committed."""
 
 import dataclasses
-import json
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 NORM, UP = "model.layers.1.post_attention_layernorm.weight", "model.layers.0.mlp.up_proj"
-
-
-class Driver:
-    """A trainer's and a launcher's calls on one engine, and the requests of a client."""
-
-    def __init__(self, engine, contract, checkpoint) -> None:
-        self.engine, self.contract, self.checkpoint = engine, contract, checkpoint
-
-    def call(self, method: str, *args: object):
-        """The only worker's answer, which must survive JSON."""
-        (answer,) = self.engine.collective_rpc(method, args=args)
-        assert json.loads(json.dumps(answer)) == answer and isinstance(answer, dict)
-        return answer
-
-    def tensors(self, seed: int) -> dict:
-        """All tensors of a checkpoint."""
-        from skyrl_isoexec.model.checkpoint import iter_tensors
-
-        return dict(iter_tensors(self.checkpoint("float32", seed=seed)))
-
-    def sync(self, epoch: int, seed: int, reset: bool = True) -> None:
-        """One weight sync, with the prefix cache reset as SkyRL resets it."""
-        from skyrl_isoexec.contract import digest
-
-        tensors = list(self.tensors(seed).items())
-        assert self.call("isoexec_begin_sync", epoch) == {"begun": epoch}
-        if reset:
-            assert self.engine.reset_prefix_cache()
-        self.engine.apply_model(lambda model: model.load_weights(tensors))
-        self.call("isoexec_arrived")
-        assert self.call("isoexec_commit", epoch, digest(self.contract)) == {"committed": epoch}
-
-    def drop(self) -> None:
-        """Abort whatever a refusal left behind."""
-        left = list(self.engine.llm_engine.output_processor.request_states)
-        self.engine.llm_engine.abort_request(left, internal=True)
-
-
-@pytest.fixture(scope="module")
-def running(host, checkpoint, contract):
-    """One engine for this file: little memory, small steps."""
-    from vllm import LLM
-
-    from skyrl_isoexec.contract import encode
-    from skyrl_isoexec.runtimes.vllm.settings import settings_from_contract
-
-    made = contract("float32")
-    settings = settings_from_contract(encode(made).decode(), enforce=True)
-    sizes = {
-        "skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False, "block_size": 16,
-        "kv_cache_memory_bytes": 2**22, "max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 17,
-        "max_num_batched_tokens": 24,
-    }  # fmt: skip
-    engine = LLM(str(checkpoint("float32")), **settings.engine_arguments(dtype="float32") | sizes)
-    return Driver(engine, made, checkpoint)
-
-
-@pytest.fixture
-def driver(running):
-    """The engine as it is before its first sync."""
-    running.drop()
-    running.engine.collective_rpc(lambda worker: worker.isoexec_guard.__init__())
-    return running
-
-
-def epoch(number: int) -> dict[str, object]:
-    """Sampling parameters of a request that carries it."""
-    return {"extra_args": {"isoexec_epoch": number}}
 
 
 def test_facts(driver) -> None:
@@ -91,6 +22,7 @@ def test_facts(driver) -> None:
         "contract.semantic": contract.identities.semantic,
         "contract.numerical_policy": contract.identities.numerical_policy,
         "model.class": "IsoExecForCausalLM",
+        "model.one_place": True,
         "numeric.flush_subnormals": False,
         "numeric.rounding": "nearest",
         "numeric.threads": 1,
@@ -105,10 +37,13 @@ def test_facts(driver) -> None:
         "engine.cache_dtype": "float32",
         "engine.enable_chunked_prefill": True,
         "engine.enable_prefix_caching": True,
+        "engine.enforce": True,
         "engine.enforce_eager": True,
+        "engine.logits_processors": "",
         "engine.logprobs_mode": "raw_logprobs",
         "engine.max_num_batched_tokens": 24,
         "engine.max_num_seqs": 8,
+        "engine.seed": 0,
         "engine.worker_class": "skyrl_isoexec.runtimes.vllm.cpu_worker.GuardedCPUWorker",
     }
     wanted |= {f"plugin.{name}": True for name in ("architecture", "attention", "transfer", "log_softmax")}
@@ -127,15 +62,17 @@ def test_facts(driver) -> None:
 def test_requests_carry_the_epoch(driver, reference, prompts, generate, compare) -> None:
     """No epoch, and another than the committed one, are refused; with the right one every bit is the decoder's."""
     with pytest.raises(RuntimeError, match="isoexec refused: .* epoch is None: no weight sync was committed"):
-        generate(driver.engine, prompts[:1], **epoch(0))
-    for number, (given, words) in enumerate((({}, "is None, the"), (epoch(0), "is 0, the"), (epoch(9), "is 9, the"))):
+        generate(driver.engine, prompts[:1], **driver.epoch(0))
+    for number, (given, words) in enumerate(
+        (({}, "is None, the"), (driver.epoch(0), "is 0, the"), (driver.epoch(9), "is 9, the"))
+    ):
         driver.drop()
         driver.sync(number + 1, seed=1)
         with pytest.raises(RuntimeError, match=f"isoexec refused: .*_epoch {words} engine's epoch is {number + 1}"):
             generate(driver.engine, prompts[:1], **given)
     driver.drop()
     driver.sync(4, seed=1)
-    outputs = generate(driver.engine, prompts, **epoch(4))
+    outputs = generate(driver.engine, prompts, **driver.epoch(4))
     expected = reference(driver.checkpoint("float32", seed=1))
     assert compare(expected, prompts, outputs) == (0, 32 * len(prompts))
 
@@ -153,9 +90,9 @@ def test_kernels_say_what_they_served(driver, prompts, generate) -> None:
     driver.engine.collective_rpc("execute_dummy_batch")
     assert served() == set()
     driver.sync(1, seed=0)
-    generate(driver.engine, [[5]], max_tokens=1, **epoch(1))
+    generate(driver.engine, [[5]], max_tokens=1, **driver.epoch(1))
     assert served() == {f"served.{op}.engine_prefill" for op in OPS}
-    generate(driver.engine, [[5]], max_tokens=2, **epoch(1))
+    generate(driver.engine, [[5]], max_tokens=2, **driver.epoch(1))
     assert served() == {f"served.{op}.engine_{case}" for op in OPS for case in ("prefill", "decode")}
 
 
@@ -163,14 +100,14 @@ def test_stale_pages(driver, reference, prompts, generate, compare) -> None:
     """A sync without a reset of the prefix cache is found at the first hit; with one, the new weights' bits come."""
     prompt = [prompts[7]]
     driver.sync(1, seed=0)
-    assert generate(driver.engine, prompt, **epoch(1))
-    assert generate(driver.engine, prompt, **epoch(1))[0].num_cached_tokens == 112
+    assert generate(driver.engine, prompt, **driver.epoch(1))
+    assert generate(driver.engine, prompt, **driver.epoch(1))[0].num_cached_tokens == 112
     driver.sync(2, seed=1, reset=False)
     with pytest.raises(RuntimeError, match="isoexec refused: .* written under epoch 1, .* is epoch 2, .*; reset"):
-        generate(driver.engine, prompt, **epoch(2))
+        generate(driver.engine, prompt, **driver.epoch(2))
     driver.drop()
     driver.sync(2, seed=1)
-    outputs = generate(driver.engine, prompt, **epoch(2))
+    outputs = generate(driver.engine, prompt, **driver.epoch(2))
     assert compare(reference(driver.checkpoint("float32", seed=1)), prompt, outputs) == (0, 32)
 
 
@@ -178,7 +115,7 @@ def test_preemption_is_no_offence(driver, reference, prompts, generate, compare,
     """Requests that lose their pages and resume, some of them on cached pages, are served."""
     driver.sync(1, seed=0)
     before = counter(driver.engine, "vllm:num_preemptions")
-    outputs = generate(driver.engine, prompts, max_tokens=60, **epoch(1))
+    outputs = generate(driver.engine, prompts, max_tokens=60, **driver.epoch(1))
     assert counter(driver.engine, "vllm:num_preemptions") > before
     assert compare(reference(driver.checkpoint("float32")), prompts, outputs) == (0, 60 * len(prompts))
 
@@ -199,20 +136,20 @@ def test_what_needs_a_sync(driver, prompts, generate, event: str) -> None:
     words = {"sleep": "put to sleep", "wake_up": "woken up", "weights": "outside a weight sync"}
     why = words.get(event, "of epoch 6 has begun")
     with pytest.raises(RuntimeError, match=f"isoexec refused: .* epoch is None: .*{why}"):
-        generate(driver.engine, prompts[:1], **epoch(5))
+        generate(driver.engine, prompts[:1], **driver.epoch(5))
     driver.drop()
     driver.sync(5, seed=0)
-    assert generate(driver.engine, prompts[:1], **epoch(5))
+    assert generate(driver.engine, prompts[:1], **driver.epoch(5))
 
 
 def test_the_cache_alone_wakes_up(driver, prompts, generate) -> None:
     """As when weights come first and the cache's memory after them: served, but no page is known any more."""
     driver.sync(1, seed=0)
-    generate(driver.engine, [prompts[7]], **epoch(1))
+    generate(driver.engine, [prompts[7]], **driver.epoch(1))
     driver.engine.collective_rpc("wake_up", args=(["kv_cache"],))
-    assert generate(driver.engine, prompts[:1], **epoch(1))
+    assert generate(driver.engine, prompts[:1], **driver.epoch(1))
     with pytest.raises(RuntimeError, match="isoexec refused: .* was written under no epoch that is known"):
-        generate(driver.engine, [prompts[7]], **epoch(1))
+        generate(driver.engine, [prompts[7]], **driver.epoch(1))
 
 
 def test_arrived(driver) -> None:
