@@ -4,14 +4,18 @@ An epoch is the number of optimizer updates behind the weights of one sync. Need
 scheduler sends to a worker, of which only names are read. Whatever is refused leaves the worker without a committed
 epoch, because the rest of that step was not computed either while the scheduler counts it as done.
 
+A request whose log-probabilities a trainer will score must sample from the contract's distribution: see `sampling`.
+
 What must stay equal: a cached page is read only under the very commit under which it was written. Two commits are not
 one, even of the same epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
+
+from skyrl_isoexec.runtimes.vllm.sampling import SCORED, changes, scored
 
 MARK = "isoexec refused:"
 """Every refusal starts with it, to be found in a log."""
@@ -30,7 +34,9 @@ class GuardError(RuntimeError):
 class Guard:
     """The state of one worker process."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: str | None = None) -> None:
+        self.temperature = temperature
+        """Of the contract, as bits; None, without one, leaves sampling parameters alone."""
         self.epoch: int | None = None
         """What is committed; None refuses every request."""
         self.reason = "no weight sync was committed since the engine started"
@@ -71,6 +77,11 @@ class Guard:
                 f"isoexec_commit: weights of epoch {epoch} were written after their digests were read, or never read",
                 "ask for isoexec_arrived after the last tensor",
             )
+        if self.commits and epoch < self.commits[-1]:
+            raise GuardError(
+                f"isoexec_commit: epoch is {epoch}, the last one that was committed is {self.commits[-1]}",
+                "weights do not go back: start the engine anew with the trainer",
+            )
         self.epoch, self.pending = epoch, None
         self.commits.append(epoch)
 
@@ -85,16 +96,26 @@ class Guard:
         """The content of the cache is lost."""
         self.pages.clear()
 
-    def admit(self, request: str, extra_args: Mapping[str, Any] | None) -> None:
-        """A new request must carry the committed epoch."""
+    def admit(self, request: str, params: Any) -> None:
+        """A new request must carry the committed epoch and say whether it is scored; `params` are vLLM's.
+
+        One that is scored must sample from the distribution of the contract.
+        """
         field = f"request {request}: sampling_params.extra_args.{EPOCH}"
-        given = (extra_args or {}).get(EPOCH)
+        given = (getattr(params, "extra_args", None) or {}).get(EPOCH)
         if self.epoch is None:
             raise GuardError(f"{field} is {given!r}, the engine's epoch is None: {self.reason}", SYNC)
         if given is None:
             raise GuardError(f"{field} is None, the engine's epoch is {self.epoch}", "send it with every request")
         if type(given) is not int or given != self.epoch:
             raise GuardError(f"{field} is {given!r}, the engine's epoch is {self.epoch}", f"{SYNC} before generating")
+        if type(asked := scored(params)) is not bool:
+            raise GuardError(
+                f"request {request}: sampling_params.extra_args.{SCORED} is {asked!r}, neither True nor False",
+                "say with every request whether a trainer scores it",
+            )
+        if asked and self.temperature is not None and (found := changes(params, self.temperature)):
+            raise GuardError(f"request {request}: {found}", "sample what is scored from the contract's distribution")
         self.requests.add(request)
 
     def proceed(self, requests: Collection[str]) -> None:
@@ -150,7 +171,7 @@ def review(guard: Guard, step: Any, page_size: int) -> None:
 def _review(guard: Guard, step: Any, page_size: int) -> None:
     guard.finish(step.finished_req_ids)
     for new in step.scheduled_new_reqs:
-        guard.admit(new.req_id, None if new.sampling_params is None else new.sampling_params.extra_args)
+        guard.admit(new.req_id, new.sampling_params)
     guard.proceed(step.num_scheduled_tokens.keys())
     hits: list[tuple[str, list[int]]] = []
     for new in step.scheduled_new_reqs:

@@ -54,7 +54,7 @@ class WeightLoader:
         self.complete = False
         self.held_back = False
         self.on_write: Callable[[], None] | None = None
-        """Called when tensors come, before any is written."""
+        """Called when tensors come, before any is written, and when all are put in place."""
         self._tied_head: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -101,6 +101,8 @@ class WeightLoader:
         After a refusal the decoder stays incomplete until a whole set has been loaded. Without any tensor, as after
         vLLM's dummy loading, only the derived layouts are rebuilt.
         """
+        if self.on_write is not None:
+            self.on_write()
         missing = sorted(self.homes.keys() - self.received) if self.received else []
         received, self.received = bool(self.received), set()
         head, self._tied_head = self._tied_head, None

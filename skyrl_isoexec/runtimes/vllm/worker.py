@@ -9,9 +9,11 @@ The classes are in `cpu_worker` and `cuda_worker`: vLLM's worker for the CPU cha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from skyrl_isoexec.runtimes.vllm.guard import Guard, GuardError, review
+from skyrl_isoexec.runtimes.vllm.sampling import contract_temperature
 from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -26,12 +28,16 @@ class Guarded:
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self.isoexec_settings = EngineSettings.from_additional_config(vllm_config.additional_config)
-        self.isoexec_guard = Guard()
+        self.isoexec_guard = Guard(contract_temperature(self.isoexec_settings.decoded))
+        self.isoexec_asleep = False
+        """The memory of the weights was given away."""
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's; from then on the guard knows of every tensor that the model takes."""
         super().load_model(**options)
+        if self.isoexec_guard.commits:
+            self.isoexec_guard.written()
         self.model_runner.get_model().loader.on_write = self.isoexec_guard.written
 
     def determine_available_memory(self) -> int:
@@ -57,9 +63,30 @@ class Guarded:
         self.isoexec_guard.written()
         super().start_weight_update(is_checkpoint_format)
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's; weights change."""
+        self.isoexec_guard.written()
+        super().update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """As vLLM's, which puts in place what it held back."""
+        self.isoexec_guard.written()
+        super().finish_weight_update()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; weights change."""
+        self.isoexec_guard.written()
+        super().reload_weights(*args, **kwargs)
+
+    def apply_model(self, fn: Callable[[Any], Any]) -> Any:
+        """As vLLM's; nobody knows what a function does to a model, so it counts as a change of the weights."""
+        self.isoexec_guard.written()
+        return super().apply_model(fn)
+
     def sleep(self, level: int = 1) -> None:
         """As vLLM's; the next request needs a weight sync."""
         self.isoexec_guard.invalidate("the engine was put to sleep, and no weight sync was committed since")
+        self.isoexec_asleep = self.vllm_config.model_config.enable_sleep_mode
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -70,6 +97,7 @@ class Guarded:
             self.isoexec_guard.invalidate("the engine was woken up, and no weight sync was committed since")
         super().wake_up(tags)
         if others:
+            self.isoexec_asleep = False
             self.model_runner.get_model().restore_table()
 
     def isoexec_begin_sync(self, epoch: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ def synced(epoch: int = 3, guard: Guard | None = None) -> Guard:
 
 def new(name: str, pages: list[int], computed: int = 0, **extra_args: object) -> SimpleNamespace:
     """A request that the scheduler sends for the first time."""
-    sampling = SimpleNamespace(extra_args=extra_args or None)
+    sampling = SimpleNamespace(extra_args={"isoexec_scored": True, **extra_args})
     return SimpleNamespace(req_id=name, sampling_params=sampling, block_ids=(pages,), num_computed_tokens=computed)
 
 
@@ -152,6 +152,19 @@ def test_a_sync_is_whole_or_nothing() -> None:
     with pytest.raises(GuardError, match="no weight sync has begun"):
         guard.commit(2)
     assert synced(2, guard).epoch == 2
+
+
+def test_weights_do_not_go_back() -> None:
+    """An epoch below the last one that was committed is refused, also after a sleep; the same one may come again."""
+    guard = synced(3, synced(3))
+    guard.invalidate("the engine was put to sleep")
+    guard.begin_sync(2)
+    guard.proven = True
+    with pytest.raises(GuardError, match="isoexec_commit: epoch is 2, the last one that was committed is 3; weigh"):
+        guard.commit(2)
+    with pytest.raises(GuardError, match="epoch is None: the weight sync of epoch 2 has begun"):
+        run(guard, step(new("a", [1], isoexec_epoch=3)))
+    assert synced(4, guard).epoch == 4
 
 
 def test_the_guard_needs_no_vllm() -> None:

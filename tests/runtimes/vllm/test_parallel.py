@@ -138,7 +138,7 @@ def test_http(server, checkpoint, contract, reference, prompts) -> None:
     assert rpc("isoexec_commit", epoch=7, contract_digest=made) == [{"committed": 7}] * 2
     results = []
     for prompt in prompts:
-        choice = generate(prompt, extra_args={"isoexec_epoch": 7})
+        choice = generate(prompt, extra_args={"isoexec_epoch": 7, "isoexec_scored": True})
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         results.append({"tokens": choice["token_ids"], "logprobs": logprobs})
     check(reference(checkpoint("bfloat16")), prompts, results)

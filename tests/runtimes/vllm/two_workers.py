@@ -14,7 +14,8 @@ def run(engine: Any, prompts: list[list[int]], epoch: int) -> list[dict[str, Any
     """Sampled tokens, and their log-probabilities as numbers, from weights of `epoch`."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, seed=5, extra_args={"isoexec_epoch": epoch})
+    extra = {"isoexec_epoch": epoch, "isoexec_scored": True}
+    params = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, seed=5, extra_args=extra)
     outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     sampled = [output.outputs[0] for output in outputs]
     return [
