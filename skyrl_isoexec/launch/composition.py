@@ -20,18 +20,22 @@ from ..contract import (
     Model,
     StateClaim,
     TopologyClaim,
+    diff,
     float_bits,
+    from_bits,
     seal,
     validate,
 )
 from ..gate.record import GateError, require
+from ..kernels.selection import select
 from ..kernels.sources import impl_source
 from ..model.checkpoint import read_config
 from ..model.config import DecoderConfig
-from ..model.facts import model_fields, patch_state, source_digests, version
+from ..model.facts import model_fields, patch_state, source_digests
 from ..model.families import from_hf
 from ..patching import series_digest
 from ..runtimes.vllm.settings import COMPILATION, worker_class
+from ..schedule import Schedule
 from .assemble import LOGPROBS_MODE
 from .cluster import WATCHED, computing
 from .config import LaunchConfig
@@ -64,6 +68,17 @@ STATES = (
     StateClaim(state="derived_weights", invalidated_by=("weight_sync", "wake_up")),
     StateClaim(state="weights", invalidated_by=("weight_sync", "wake_up", "run_start")),
 )
+TENSOR_DEGREES = (1, 2, 4, 8)
+DEPLOYED = (
+    *(f"trainer.{key}" for key in ("dp", "pp", "recompute", "tp")),
+    *(f"engine.{key}" for key in ("block_size", "enable_prefix_caching", "enforce_eager", "num", "tp", "worker_class")),
+    *(f"environment.{name}" for name in WATCHED),
+    "device",
+    "seeds.requests",
+    "seeds.run",
+    "threads",
+)
+"""What every contract says of its deployment, because processes answer for it."""
 DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Rows do not see each other, so any number would do; these are claimed."""
 
@@ -76,13 +91,12 @@ def regions(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def constants(launch: LaunchConfig, temperature: float) -> dict[str, dict[str, str | int | bool]]:
+def constants(schedule: Schedule, temperature: float) -> dict[str, dict[str, str | int | bool]]:
     """Region -> the numbers that decide its bits."""
-    order = launch.schedule
     return {
-        "attention": {"kv_block": order.kv_block, "kv_partition": order.kv_partition},
-        "logprob": {"num_leaves": order.num_leaves, "temperature": float_bits(float(temperature))},
-        "row_linear": {"num_leaves": order.num_leaves},
+        "attention": {"kv_block": schedule.kv_block, "kv_partition": schedule.kv_partition},
+        "logprob": {"num_leaves": schedule.num_leaves, "temperature": float_bits(float(temperature))},
+        "row_linear": {"num_leaves": schedule.num_leaves},
     }
 
 
@@ -99,11 +113,16 @@ def admitted(names: Iterable[str], arch: str) -> dict[str, str]:
     return found
 
 
-def topology(launch: LaunchConfig, records: Mapping[str, str]) -> tuple[TopologyClaim, ...]:
-    """What each axis may be, and the gates that show it."""
+def topology(schedule: Schedule, records: Mapping[str, str]) -> tuple[TopologyClaim, ...]:
+    """What each axis may be, and the gates that show it. GateError for more leaves than they have shown."""
+    if schedule.num_leaves > max(TENSOR_DEGREES):
+        raise GateError(
+            f"kernels.num_leaves={schedule.num_leaves} is more than the {max(TENSOR_DEGREES)} that gates have shown; "
+            "lower it"
+        )
     decoder = records["decoder"]
     cut = tuple(records[region] for region in ("embedding", "linear", "logprob", "row_linear"))
-    degrees = tuple(degree for degree in (1, 2, 4, 8) if degree <= launch.schedule.num_leaves)
+    degrees = tuple(degree for degree in TENSOR_DEGREES if degree <= schedule.num_leaves)
     return (
         TopologyClaim(axis="dp", kind="invariant", degrees=DATA_DEGREES, proof=(decoder,)),
         TopologyClaim(axis="tp", kind="invariant", degrees=degrees, proof=(*cut, decoder)),
@@ -156,13 +175,26 @@ def sources() -> dict[str, str]:
 
 def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> Contract:
     """The contract of a run. GateError if an implementation has no valid record, ContractError if it does not hold."""
-    arch = ARCH[launch.runtime.device]
-    pinned = constants(launch, cfg.generator.sampling_params.temperature)
-    records = admitted(regions(config), arch)
+    contract = _compose(
+        config,
+        ARCH[launch.runtime.device],
+        launch.kernels.impl,
+        launch.schedule,
+        cfg.generator.sampling_params.temperature,
+        deployment(launch, cfg),
+    )
+    validate(contract)
+    return contract
+
+
+def _compose(
+    config: DecoderConfig, arch: str, impl: str, schedule: Schedule, temperature: float, deployed: Mapping[str, Any]
+) -> Contract:
+    pinned, records = constants(schedule, temperature), admitted(regions(config), arch)
     names = tuple(case.name for case in CASES)
     entries = []
     for region, ops in sorted(regions(config).items()):
-        file = "torch" if region == "decoder" else launch.kernels.impl
+        file = "torch" if region == "decoder" else impl
         digest = source_digests()["model"] if region == "decoder" else impl_source(f"{region}.{file}")
         entries.append(
             Entry(
@@ -173,7 +205,7 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
                 gate=records[region],
             )
         )
-    contract = seal(
+    return seal(
         Contract(
             schema_version=SCHEMA_VERSION,
             model=Model(
@@ -186,12 +218,10 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
             composition=tuple(entries),
             versions={name: importlib.metadata.version(name) for name in VERSIONS[arch]},
             sources=sources(),
-            claims=Claims(topology=topology(launch, records), state=STATES, tolerances=()),
-            deployment=deployment(launch, cfg),
+            claims=Claims(topology=topology(schedule, records), state=STATES, tolerances=()),
+            deployment=deployed,
         )
     )
-    validate(contract)
-    return contract
 
 
 def decoder_config(launch: LaunchConfig) -> DecoderConfig:
@@ -205,29 +235,43 @@ def decoder_config(launch: LaunchConfig) -> DecoderConfig:
 
 
 def against_installation(contract: Contract) -> list[str]:
-    """One line for every part of a contract that this installation does not have, or has otherwise."""
-    problems = []
-    for entry in contract.composition:
-        where, region = f"composition[{entry.impl.id}]", entry.impl.op
-        here = source_digests()["model"] if region == "decoder" else impl_source(entry.impl.id)
-        if entry.impl.source != here:
-            problems.append(f"{where}.impl.source is {entry.impl.source[:16]}, the source here is {here[:16]}")
-        try:
-            record = require(region, entry.impl.arch)
-        except GateError as error:
-            problems.append(f"{where}.gate: {error}")
-            continue
-        if entry.gate != record:
-            problems.append(f"{where}.gate is {entry.gate}, the record here is {record}")
-    for name, value in contract.versions.items():
-        if version(name) != value:
-            problems.append(f"versions.{name} is {value}, installed is {version(name)}")
-    found = sources()
-    for name, value in contract.sources.items():
-        if found.get(name) != value:
-            problems.append(f"sources.{name} is {value[:16]}, here it is {str(found.get(name))[:16]}")
+    """One line for every part of a valid contract that this installation would not compose, or does not have.
+
+    The contract is composed again from what it says itself (model, implementation, order, temperature), so nothing that
+    decides a bit can be missing, made up or of other code.
+    """
+    try:
+        files, schedule = select(contract, "engine")
+        (impl,), (arch,) = set(files.values()), {entry.impl.arch for entry in contract.composition}
+        (temperature,) = {e.constants["temperature"] for e in contract.composition if "temperature" in e.constants}
+        config = _config(contract)
+        again = _compose(config, arch, impl, schedule, from_bits(temperature), contract.deployment)
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"this contract cannot be composed here: {error}"]
+    problems = [f"here it would differ: {line}" for line in diff(contract, again)]
+    variables = computing(cuda=contract.deployment.get("device") == "cuda", threads=1)
+    needed = (*DEPLOYED, *(f"environment.{name}" for name in variables))
+    missing = [key for key in needed if not _has(contract.deployment, key)]
+    problems += [f"deployment.{key} is missing" for key in missing]
     for package in PATCHED:
         state = patch_state(package)
-        if state != found[f"patches/{package}"]:
+        if state != again.sources[f"patches/{package}"]:
             problems.append(f"patches/{package} is not applied: {state}; run isoexec patches apply {package}")
     return problems
+
+
+def _config(contract: Contract) -> DecoderConfig:
+    fields: dict[str, Any] = {}
+    for name, value in contract.model.fields.items():
+        read = from_bits(value) if isinstance(value, str) and value.startswith("f64:") else value
+        outer, _, inner = name.partition(".")
+        if inner:
+            fields.setdefault(outer, {})[inner] = read
+        else:
+            fields[outer] = read
+    return DecoderConfig(**fields)
+
+
+def _has(tree: Mapping[str, Any], key: str) -> bool:
+    outer, _, inner = key.partition(".")
+    return outer in tree and (not inner or (isinstance(tree[outer], Mapping) and inner in tree[outer]))

@@ -15,6 +15,10 @@ class ComparisonError(RuntimeError):
     """A step in which nothing, or nothing meaningful, could be compared."""
 
 
+class Mismatch(RuntimeError):
+    """Rollout and trainer disagree in a bit where a contract promises that they do not."""
+
+
 def compare(rollout: torch.Tensor | None, trainer: torch.Tensor | None, loss_mask: torch.Tensor) -> dict[str, float]:
     """Counts of one step from fp32 log-probabilities [B, R] and a mask of the same shape.
 
@@ -40,3 +44,14 @@ def compare(rollout: torch.Tensor | None, trainer: torch.Tensor | None, loss_mas
             raise ComparisonError(f"{bad} of {values.numel()} {side} log-probabilities are NaN, infinite or above 0")
     mismatched, compared = count_mismatches(theirs, ours)
     return {"isoexec/mismatched_tokens": mismatched, "isoexec/compared_tokens": compared}
+
+
+def refuse_mismatch(counts: dict[str, float]) -> None:
+    """Mismatch if any compared token differs: the update that would be made is not the on-policy one."""
+    mismatched, compared = counts["isoexec/mismatched_tokens"], counts["isoexec/compared_tokens"]
+    if mismatched:
+        raise Mismatch(
+            f"isoexec/mismatched_tokens is {mismatched} of {compared}, the contract says 0: something outside the "
+            "contract changed what one side computes; no update was made with these rollouts. Take away what is not "
+            "part of this distribution (hooks, plugins, engine arguments), and report it if nothing is left"
+        )

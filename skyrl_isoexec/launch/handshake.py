@@ -7,7 +7,7 @@ that really served. Answers are kept in the run folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..contract import Contract, differences, encode
 from .engines import EngineCallFailed, call
 from .expectation import FactsRefused, expected, refuse, served, unlike
 
-CONTRACT, FACTS = "contract.json", "facts.json"
+CONTRACT, FACTS, PROBE = "contract.json", "facts.json", "probe.json"
 
 
 class Handshake:
@@ -37,12 +37,35 @@ class Handshake:
         (self._folder / FACTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         problems = []
         for role in ("trainer", "engine"):
+            problems += self._counted(role, found[role])
             wanted = expected(self._contract, role)
-            if not found[role]:
-                problems.append(f"no process of the {role} answered")
             for process, facts in found[role].items():
                 problems += differences(wanted, facts, process)
         refuse(problems)
+        self._probe(actors, urls)
+
+    def _counted(self, role: str, answers: Mapping[str, Any]) -> list[str]:
+        side = self._contract.deployment[role]
+        needed = side["tp"] * (side["pp"] * side["dp"] if role == "trainer" else side["num"])
+        return [] if len(answers) == needed else [f"{len(answers)} processes of the {role} answered, it has {needed}"]
+
+    def _probe(self, actors: Sequence[Any], urls: Sequence[str]) -> None:
+        """One short forward in every process that holds a whole model must give the same bits.
+
+        Finds what no fact names: a table, a hook, a replaced method. Trainer and engines hold the same checkpoint here.
+        """
+        asked = _ask(actors, "probe") | {name: one["probe"] for name, one in _call(urls, "isoexec_probe").items()}
+        seen = {process: digest for process, digest in asked.items() if digest is not None}
+        (self._folder / PROBE).write_text(json.dumps(asked, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        first = next(iter(seen), None)
+        refuse(
+            [
+                f"{process}: probe is {digest[:16]}, {first} has {seen[first][:16]}: the same weights and the same "
+                "contract give other log-probabilities there"
+                for process, digest in seen.items()
+                if digest != seen[first]
+            ]
+        )
 
     def scored(self, actors: Sequence[Any], urls: Sequence[str]) -> None:
         """FactsRefused unless the contract's kernels computed the rollouts and their scores."""

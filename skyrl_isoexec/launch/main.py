@@ -25,7 +25,7 @@ RESUME = "trainer.resume_mode=latest, in a run that saves with trainer.ckpt_inte
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 (the run failed), 2 (refused before anything started) or 130."""
+    """Run the command line; exits with 0, 1 (the run failed), 2 (something was refused) or 130."""
     argv = sys.argv[1:] if argv is None else argv
     helps = bool({"-h", "--help"} & set(argv))
     if helps or not any(argument.lstrip("+").startswith("exec=") for argument in argv):
@@ -59,6 +59,8 @@ def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.simplefilter("ignore")  # of the hosts, at import: the terminal is for the run
     logs = launch.run_dir / "logs"
+    log = logs / WORKERS_LOG
+    old = log.stat().st_size if log.exists() else 0  # a resumed run goes on in it
     with no_orphans():
         try:
             _train(launch, cfg, contract, logs)
@@ -66,7 +68,7 @@ def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
             print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
-            refused = refusal(error, logs / WORKERS_LOG)
+            refused = refusal(error, log, old)
             if refused is not None:
                 print(f"\nrefused: {refused}", file=sys.stderr)  # below the line of a progress bar
                 return 2
@@ -126,23 +128,27 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         error = inner
 
 
-def refusal(error: BaseException, log: Path) -> str | None:
-    """What was refused, if that ended the run: here, in a trainer's process, or in an engine, which leaves a line."""
+def refusal(error: BaseException, log: Path, old: int) -> str | None:
+    """What was refused, if that ended the run: here, in a trainer's process, or in an engine, which leaves a line.
+
+    Lines in the first `old` bytes of the log are an earlier run's.
+    """
     from ..runtimes.vllm.guard import MARK
     from ..runtimes.vllm.settings import ARCHITECTURE
+    from .exactness import Mismatch
     from .expectation import FactsRefused
     from .preflight import Refusal
     from .sync import SyncRefused
 
     for one in chain(error):
-        if isinstance(one, (Refusal, FactsRefused, SyncRefused)):
+        if isinstance(one, (Refusal, FactsRefused, SyncRefused, Mismatch)):
             return str(one)
         if f"Model architectures ['{ARCHITECTURE}'] are not supported" in str(one):
             return (
                 "an engine's server: plugin.architecture is False, the contract says True: the plugin isoexec, which "
                 f"brings {ARCHITECTURE}, did not load in that process; see isoexec doctor"
             )
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    lines = log.read_bytes()[old:].decode(errors="replace").splitlines() if log.exists() else []
     marked = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
     return marked[0] if marked else None
 

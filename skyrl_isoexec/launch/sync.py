@@ -29,6 +29,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
+def described(tensor: torch.Tensor) -> str:
+    """Type, shape and digest of a tensor, as one text."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} {tensor_digest(tensor)}"
+
+
 class SyncProof:
     """One trainer's proofs, sync after sync. `urls` are the engines' servers; `epoch` counts the trainer's updates."""
 
@@ -58,7 +64,7 @@ class SyncProof:
             with self._timed():
                 for dim, parts, rank in self._wanted.get(name, ()):
                     part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
-                    self._sent[name, dim, parts, rank] = tensor_digest(part)
+                    self._sent[name, dim, parts, rank] = described(part)
             yield name, tensor
 
     def watch_chunks(self, chunks: Iterable[Any]) -> Iterator[Any]:
@@ -107,6 +113,6 @@ def differing(
             key = (name, part["dim"], part["parts"], part["rank"])
             if key not in sent:
                 problems.append(f"{process} holds {name}, part {part['rank']} of {part['parts']}, which was not sent")
-            elif sent[key] != part["sha256"]:
-                problems.append(f"{process}: {name} has digest {part['sha256'][:16]}, sent was {sent[key][:16]}")
+            elif sent[key] != (held := f"{part['dtype']} {part['shape']} {part['sha256']}"):
+                problems.append(f"{process}: {name} is {held[:-48]}, sent was {sent[key][:-48]}")
     return problems if arrived else ["no engine worker answered"]

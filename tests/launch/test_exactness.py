@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from skyrl_isoexec.launch.exactness import ComparisonError, compare
+from skyrl_isoexec.launch.exactness import ComparisonError, Mismatch, compare, refuse_mismatch
 from skyrl_isoexec.launch.experiment import request_seed
 
 ROLLOUT = torch.tensor([[-0.5, -1.25, 0.0], [-3.0, -0.125, -7.0]])
@@ -45,3 +45,9 @@ def test_every_trajectory_has_a_seed_of_its_own() -> None:
     places = [(seed, step, name, n) for seed in (1, 2) for step in (1, 11) for name in ("1", "11") for n in range(16)]
     seeds = [request_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) == 128 and seeds == [request_seed(*place) for place in places]
+
+
+def test_a_mismatch_under_a_contract_ends_the_run() -> None:
+    refuse_mismatch({"isoexec/mismatched_tokens": 0, "isoexec/compared_tokens": 9})
+    with pytest.raises(Mismatch, match="isoexec/mismatched_tokens is 1 of 9, the contract says 0"):
+        refuse_mismatch({"isoexec/mismatched_tokens": 1, "isoexec/compared_tokens": 9})

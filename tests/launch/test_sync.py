@@ -25,12 +25,18 @@ class Engines:
                     "dim": 0 if name == "w" else None,
                     "parts": 2 if name == "w" else 1,
                     "rank": rank if name == "w" else 0,
-                    **({"sha256": tensor_digest(tensor)} if method == "isoexec_arrived" else {}),
+                    **(held_as(tensor) if method == "isoexec_arrived" else {}),
                 }
                 for name, tensor in held.items()
             }
             for rank, held in enumerate(self.held)
         }
+
+
+def held_as(tensor: torch.Tensor) -> dict:
+    """What a worker says of a tensor that it holds."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": tensor_digest(tensor)}
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_a_sleeping_engine_is_not_read(engines: Engines) -> None:
 def test_one_flipped_bit_names_tensor_and_process(engines: Engines) -> None:
     proof = synced(engines, engines.full)
     engines.held[1]["w"].view(torch.int32)[0, 0] ^= 1
-    with pytest.raises(SyncRefused, match=r"epoch 7: engine 0 rank 1: w has digest .* sent was"):
+    with pytest.raises(SyncRefused, match=r"epoch 7: engine 0 rank 1: w is float32 .* sent was float32"):
         proof.finish()
     assert engines.calls[-1][0] == "isoexec_arrived"  # not committed
 
@@ -69,13 +75,20 @@ def test_one_flipped_bit_names_tensor_and_process(engines: Engines) -> None:
 def test_parts_that_changed_places_are_found(engines: Engines) -> None:
     proof = synced(engines, engines.full)
     engines.held.reverse()
-    with pytest.raises(SyncRefused, match="rank 0: w has digest .*; engine 0 rank 1: w has digest"):
+    with pytest.raises(SyncRefused, match="rank 0: w is .*; engine 0 rank 1: w is"):
         proof.finish()
 
 
 def test_dropped_and_renamed_tensors_are_named(engines: Engines) -> None:
     proof = synced(engines, {"w": engines.full["w"], "c": engines.full["b"]})
     with pytest.raises(SyncRefused, match="rank 0 holds b, part 0 of 1, which was not sent"):
+        proof.finish()
+
+
+def test_another_type_with_the_same_bytes_is_found(engines: Engines) -> None:
+    proof = synced(engines, engines.full)
+    engines.held[0]["b"] = engines.held[0]["b"].view(torch.int32)
+    with pytest.raises(SyncRefused, match="rank 0: b is int32 .* sent was float32"):
         proof.finish()
 
 
@@ -87,4 +100,4 @@ def test_nothing_to_compare_is_a_difference() -> None:
 
 
 def part(digest: bytes) -> dict:
-    return {"dim": None, "parts": 1, "rank": 0, "sha256": digest.hex()}
+    return {"dim": None, "parts": 1, "rank": 0, "dtype": "float32", "shape": [3], "sha256": digest.hex()}

@@ -149,7 +149,7 @@ STARTED = {
     "variable_in_one_worker": (2, ("trainer rank 0", "environment.NCCL_ALGO is 'Tree', the contract says None")),
     "other_bits_for_the_engine": (2, ("engine 0 rank 0", "contract.numerical_policy")),
     "no_plugin": (2, ("plugin.architecture",)),
-    "flipped_weight": (2, ("weight sync of epoch 0", "engine 0 rank 0: model.norm.weight has digest")),
+    "flipped_weight": (2, ("weight sync of epoch 0", "engine 0 rank 0: model.norm.weight is float32")),
     "other_epoch": (2, ("sampling_params.extra_args.isoexec_epoch is 1, the engine's epoch is 0",)),
 }
 """Fault -> (exit status, what is said)."""

@@ -81,7 +81,11 @@ def _tensor_core(proof: Proof, impl: ModuleType, label: str, dtype: torch.dtype)
             proof.empty(f"{label} no rows", torch.zeros(x.shape[0], w.shape[0]), sums)
             continue
         if x.isfinite().all():
-            proof.within(f"{label} within the bound", sums, *product_bound(x, w), at=name)
+            holds = (x.abs().double() @ w.abs().double().T) < torch.finfo(torch.float32).max  # no sum can overflow
+            exact, bound = product_bound(x, w)
+            proof.within(f"{label} within the bound", sums[holds], exact[holds], bound[holds], at=name)
+            if name == "finite hazards":
+                proof.reached(f"{label} {name}: sums that may overflow", int((~holds).sum()))
         for hazard, count in count_hazards(x).items() if "hazards" in name else ():
             proof.reached(f"{label} {name}: {hazard}", count)
         rounded = narrow(sums, dtype)
