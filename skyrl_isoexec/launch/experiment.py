@@ -26,7 +26,7 @@ from ..contract import Contract
 from ..runtimes.vllm.guard import EPOCH
 from ..runtimes.vllm.sampling import SCORED
 from . import witness
-from .exactness import compare
+from .exactness import compare, refuse_mismatch
 from .handshake import Handshake
 from .preflight import Refusal
 from .record import Record, log_to
@@ -92,6 +92,8 @@ class CountingTrainer(RayPPOTrainer):
             self.all_metrics["timing/enforcement"] = self._enforcement_seconds()
         counts = compare(scored.get("rollout_logprobs"), scored.get("action_log_probs"), scored["loss_mask"])
         self.all_metrics.update({**counts, witness.DIGEST: witness.digest(scored)})
+        if self.handshake is not None:
+            refuse_mismatch(counts)
         return scored
 
 
