@@ -45,7 +45,7 @@ HOLES: dict[str, Callable[[Contract], Contract]] = {
     "a constant of another type": lambda c: entries(
         c, lambda e: dataclasses.replace(e, constants={**e.constants, "kv_block": "banana"} if e.constants else {})
     ),
-    "a helper as implementation": lambda c: entries(
+    "a file that is none, as implementation": lambda c: entries(
         c, lambda e: impl(e, id="attention.spec") if e.impl.op == "attention" else e
     ),
     "another version": lambda c: entries(c, lambda e: impl(e, version=99)),

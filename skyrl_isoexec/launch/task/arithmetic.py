@@ -16,6 +16,16 @@ from skyrl_isoexec.launch.task.problems import Problem, split
 ENV_ID = "arithmetic"
 """The name under which SkyRL-Gym makes this environment."""
 NUMBER = re.compile(r"-?\d+")
+ASKING = ("What is {}?", "{} = ?", "Compute {}.", "Add: {}.", "How much is {}?", "Find the sum {}.", "{} equals what?")
+ENDINGS = (
+    "Answer with the number only.",
+    "Reply with just the number.",
+    "Give only the number.",
+    "Only the number, please.",
+)
+WORDINGS = tuple(f"{asking} {ending}" for ending in ENDINGS for asking in ASKING)
+"""Ways to ask for a sum. With one alone an epoch would be three batches, and SkyRL refuses a batch of dynamic sampling
+that meets a prompt twice."""
 
 
 class ArithmeticEnv(BaseTextEnv):
@@ -38,19 +48,21 @@ def register() -> None:
         skyrl_gym.register(id=ENV_ID, entry_point=f"{ArithmeticEnv.__module__}:{ArithmeticEnv.__name__}")
 
 
-def row(problem: Problem) -> dict:
+def row(problem: Problem, wording: str = WORDINGS[0]) -> dict:
     """A problem as a row of SkyRL's data format."""
     asked = problem.prompt.removesuffix("=").replace("+", " + ")
     return {
         "data_source": ENV_ID,
-        "prompt": [{"role": "user", "content": f"What is {asked}? Answer with the number only."}],
+        "prompt": [{"role": "user", "content": wording.format(asked)}],
         "env_class": ENV_ID,
         "reward_spec": {"method": "rule", "ground_truth": problem.answer},
     }
 
 
 def write_data(train_path: Path, held_out_path: Path, digits: int, one_in: int) -> None:
-    """Write the training part and the held-out part to their paths."""
-    for path, part in zip((train_path, held_out_path), split(digits, one_in), strict=True):
+    """Write the training part, in every wording, and the held-out part, in the first, to their paths."""
+    train, held_out = split(digits, one_in)
+    for path, part, wordings in ((train_path, train, WORDINGS), (held_out_path, held_out, WORDINGS[:1])):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row(problem)) + "\n" for problem in part), encoding="utf-8")
+        rows = [row(problem, wording) for wording in wordings for problem in part]
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
