@@ -218,5 +218,6 @@ def test_sums_in_words_are_written_with_the_split_of_the_bare_ones(tmp_path: Pat
     prepare_data(launch, skyrl)
     train, held_out = split(1, launch.task.held_out_one_in)
     rows = [json.loads(line) for line in (tmp_path / "run/data/train.jsonl").read_text().splitlines()]
-    assert rows == [arithmetic.row(problem) for problem in train]
+    assert rows == [arithmetic.row(problem, wording) for wording in arithmetic.WORDINGS for problem in train]
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) == len(train) * len(arithmetic.WORDINGS)
     assert len((tmp_path / "run/data/held_out.jsonl").read_text().splitlines()) == len(held_out)
