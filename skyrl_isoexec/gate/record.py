@@ -63,6 +63,13 @@ class Record:
         loaded = json.loads(data)
         if not isinstance(loaded, dict) or loaded.keys() != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of a record")
+        if not all(isinstance(loaded[name], dict) and loaded[name] for name in ("key", "checks")):
+            raise ValueError("it holds no key or no check")
+        for name, check in loaded["checks"].items():
+            if not isinstance(check, dict) or type(check.get("elements")) is not int or check["elements"] < 0:
+                raise ValueError(f"check {name!r} does not say how many elements it compared")
+        if not any(check["elements"] for check in loaded["checks"].values()):
+            raise ValueError("it compared nothing")
         record = cls(**loaded)
         if record.encode() != data:
             raise ValueError("it is not in canonical form")

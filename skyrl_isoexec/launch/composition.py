@@ -227,7 +227,10 @@ def _compose(
 def decoder_config(launch: LaunchConfig) -> DecoderConfig:
     """The model of a configuration, from its checkpoint's config.json or from the tiny shape; reads no weights."""
     if launch.model.path is not None:
-        return from_hf(read_config(launch.model.path), dtype=launch.model.dtype)
+        try:
+            return from_hf(read_config(launch.model.path), dtype=launch.model.dtype)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"model.path={launch.model.path}: its config.json describes no model: {error}") from error
     from .task.base import hf_config
 
     assert launch.model.shape is not None

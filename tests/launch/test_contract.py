@@ -90,7 +90,7 @@ def test_each_relevant_choice_moves_the_policy(name: str, base: Contract) -> Non
     assert built(f"{name}={RELEVANT[name]}").identities.numerical_policy != base.identities.numerical_policy
 
 
-@pytest.mark.parametrize("what", ["version", "kernel", "model", "patches"])
+@pytest.mark.parametrize("what", ["version", "kernel", "model", "launch", "patches"])
 def test_code_moves_the_policy(what: str, base: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "0" * 64
     if what == "version":
@@ -99,9 +99,9 @@ def test_code_moves_the_policy(what: str, base: Contract, monkeypatch: pytest.Mo
     elif what == "kernel":
         real = composition.impl_source
         monkeypatch.setattr(composition, "impl_source", lambda name: other if name == "rope.cpu" else real(name))
-    elif what == "model":
+    elif what in ("model", "launch"):
         real = composition.source_digests
-        monkeypatch.setattr(composition, "source_digests", lambda: {**real(), "model": other})
+        monkeypatch.setattr(composition, "source_digests", lambda: {**real(), what: other})
     else:
         monkeypatch.setattr(composition, "series_digest", lambda package: other)
     found = built()

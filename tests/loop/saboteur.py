@@ -106,7 +106,7 @@ class Changes:
         from skyrl_isoexec.model import facts
 
         copy = Path(tempfile.mkdtemp(prefix="sabotage-"))
-        for name in facts.SOURCES:
+        for name in (*facts.SOURCES, "kernels"):
             shutil.copytree(facts.PACKAGE / name, copy / name)
         (copy / "model" / "mlp.py").write_text("EDITED = True\n")
         undo = self.attribute(facts, "PACKAGE", copy)
