@@ -54,6 +54,7 @@ def _main(argv: list[str]) -> int:
 def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
     from loguru import logger
 
+    from .record import summary
     from .watch import no_orphans
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -75,6 +76,7 @@ def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
             logger.opt(exception=True).error("the run failed")
             print(f"\nfailed: {cause(error)}\n  the processes' output is in {logs}", file=sys.stderr)
             return 1
+    print(summary(launch.run_dir), flush=True)
     return 0
 
 

@@ -51,6 +51,17 @@ def step_line(step: int, metrics: dict[str, Any], total: int | None) -> str:
     return f"{label:>5} {show(REWARD, '.3f'):>7} {diffs} {counts}  {seconds}"
 
 
+def summary(folder: Path) -> str:
+    """One line on all steps that `metrics.jsonl` has; empty where there are none."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    steps = {row["step"]: row for row in rows if "isoexec/compared_tokens" in row}
+    mismatched, compared = (
+        sum(row[f"isoexec/{name}_tokens"] for row in steps.values()) for name in ("mismatched", "compared")
+    )
+    return f"{mismatched} of {compared} tokens differ in {len(steps)} steps; {path}" if steps else ""
+
+
 class Record:
     """SkyRL's tracker with a copy of every step in `metrics.jsonl`.
 
