@@ -190,12 +190,12 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
 def _compose(
     config: DecoderConfig, arch: str, impl: str, schedule: Schedule, temperature: float, deployed: Mapping[str, Any]
 ) -> Contract:
-    pinned, records = constants(schedule, temperature), admitted(regions(config), arch)
+    pinned, records, own = constants(schedule, temperature), admitted(regions(config), arch), sources()
     names = tuple(case.name for case in CASES)
     entries = []
     for region, ops in sorted(regions(config).items()):
         file = "torch" if region == "decoder" else impl
-        digest = source_digests()["model"] if region == "decoder" else impl_source(f"{region}.{file}")
+        digest = own["model"] if region == "decoder" else impl_source(f"{region}.{file}")
         entries.append(
             Entry(
                 region=ops,
@@ -217,7 +217,7 @@ def _compose(
             cases=CASES,
             composition=tuple(entries),
             versions={name: importlib.metadata.version(name) for name in VERSIONS[arch]},
-            sources=sources(),
+            sources=own,
             claims=Claims(topology=topology(schedule, records), state=STATES, tolerances=()),
             deployment=deployed,
         )
@@ -231,10 +231,9 @@ def decoder_config(launch: LaunchConfig) -> DecoderConfig:
             return from_hf(read_config(launch.model.path), dtype=launch.model.dtype)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"model.path={launch.model.path}: its config.json describes no model: {error}") from error
-    from .task.base import hf_config
+    from .preflight.model import planned  # which imports this module
 
-    assert launch.model.shape is not None
-    return from_hf(hf_config(launch.model.shape).to_dict(), dtype=launch.model.dtype)
+    return planned(launch)
 
 
 def against_installation(contract: Contract) -> list[str]:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ..contract import Contract, differences, digest
+from ..kernels.bundle import MAIN
 
 Role = Literal["trainer", "engine"]
 Fact = str | int | bool | None
 
-MAIN = {"swiglu": "silu_mul", "logprob": "logprobs"}
-"""Main function of a kernel that is not called like its folder."""
 RUNTIME = {"trainer": "megatron", "engine": "vllm"}
 MODEL_CLASS = {"trainer": "MegatronDecoder", "engine": "IsoExecForCausalLM"}
 PATCHED = {"trainer": ("megatron-core", "skyrl"), "engine": ("vllm",)}
@@ -90,8 +89,7 @@ def _kernels(contract: Contract, role: Role) -> dict[str, Fact]:
         op, file = entry.impl.id.split(".")
         if op == "decoder":
             continue  # the model's own code: `source.model`
-        function = MAIN.get(op, op)
-        facts[f"kernel.{op}.function"] = f"skyrl_isoexec.kernels.{op}.{file}.{function}"
+        facts[f"kernel.{op}.function"] = f"skyrl_isoexec.kernels.{op}.{file}.{MAIN[op]}"
         facts[f"kernel.{op}.source"] = entry.impl.source
         for name, value in entry.constants.items():
             if name != "temperature":

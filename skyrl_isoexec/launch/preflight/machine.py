@@ -11,11 +11,11 @@ import torch
 
 from ...patching import PatchRefusal, applied_state
 from ..cluster import WATCHED
+from ..composition import PATCHED
 from ..config import LaunchConfig
 from .refusal import Refusal
 
 ROUTER = "generator.inference_engine.router_init_kwargs"
-PATCHED = ("skyrl", "vllm", "megatron-core")
 STORE_MIB = 75
 """Ray starts no smaller object store."""
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_isoexec.launch.config import RecipeConfig, ShapeConfig, TaskConfig
 from skyrl_isoexec.launch.task.problems import Problem, split
@@ -57,9 +57,9 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def hf_config(shape: ShapeConfig) -> PretrainedConfig:
-    """transformers' configuration of the tiny model."""
-    return AutoConfig.for_model(
+def build_model(shape: ShapeConfig) -> PreTrainedModel:
+    """transformers' own class of the family with random weights, in float32."""
+    config = AutoConfig.for_model(
         shape.family,
         vocab_size=len(SYMBOLS),
         hidden_size=shape.hidden_size,
@@ -76,11 +76,7 @@ def hf_config(shape: ShapeConfig) -> PretrainedConfig:
         eos_token_id=IDS[EOS],
         bos_token_id=IDS[BOS],
     )
-
-
-def build_model(shape: ShapeConfig) -> PreTrainedModel:
-    """transformers' own class of the family with random weights, in float32."""
-    return AutoModelForCausalLM.from_config(hf_config(shape), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def batches(rows: list[Problem]) -> tuple[Tensor, Tensor]:
