@@ -35,13 +35,18 @@ class Engine:
         self.calls.append(method)
         places = {name: {"dim": None, "parts": 1, "rank": 0} for name in self.held}
         if method == "isoexec_arrived":
-            places = {name: place | {"sha256": tensor_digest(self.held[name])} for name, place in places.items()}
+            places = {name: place | described(self.held[name]) for name, place in places.items()}
         return {"engine 0 rank 0": places} if method in ("isoexec_arrived", "isoexec_places") else {}
 
     async def send_chunks(self, chunks: Any, weight_metadata: Any = None) -> None:
         self.calls.append("send")
         for chunk in chunks:
             self.held.update(zip(chunk.names, chunk.tensors, strict=True))
+
+
+def described(tensor: torch.Tensor) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": tensor_digest(tensor)}
 
 
 def chunks() -> list[WeightChunk]:
@@ -82,6 +87,6 @@ def test_a_wrong_tensor_is_not_committed(engine: Engine, monkeypatch: pytest.Mon
         engine.held["b.weight"] = torch.zeros(4)
 
     monkeypatch.setattr(engine, "send_chunks", damaged)
-    with pytest.raises(SyncRefused, match="epoch 3: engine 0 rank 0: b.weight has digest"):
+    with pytest.raises(SyncRefused, match="epoch 3: engine 0 rank 0: b.weight is float32"):
         asyncio.run(sender.send_chunks(chunks()))
     assert "isoexec_commit" not in engine.calls
