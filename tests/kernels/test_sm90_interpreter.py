@@ -35,35 +35,75 @@ def test_in_the_interpreter():
 
 @interpreted
 @pytest.mark.parametrize(
-    "name, function, definition",
+    "name, function, definition, cases, constants",
     [
-        ("rmsnorm", "add_rmsnorm", "reference_sm90"),
-        ("rope", "rope", "reference"),
-        ("swiglu", "silu_mul", "reference"),
-        ("embedding", "embedding", "reference"),
+        ("rmsnorm", "add_rmsnorm", "reference_sm90", "cases", (1e-6,)),
+        ("rmsnorm", "add_rmsnorm", "reference_sm90", "cases", (1e-6, 1.0)),
+        ("rmsnorm", "gated_rmsnorm", "reference_sm90", "gated_cases", (1e-6,)),
+        ("rope", "rope", "reference", "cases", ()),
+        ("swiglu", "silu_mul", "reference", "cases", ()),
+        ("swiglu", "sigmoid_mul", "reference", "sigmoid_cases", ()),
+        ("embedding", "embedding", "reference", "cases", ()),
     ],
 )
-def test_elementwise_and_norms_have_the_bits_of_their_definition(name, function, definition, same_bits):
-    for case in op(name, "cases").cases(BF16).values():
-        arguments = (*case, 1e-6) if name == "rmsnorm" else case
-        ours, theirs = (getattr(op(name, file), function)(*arguments) for file in ("kernel", definition))
+def test_elementwise_and_norms_have_the_bits_of_their_definition(
+    name, function, definition, cases, constants, same_bits
+):
+    for case in getattr(op(name, "cases"), cases)(BF16).values():
+        ours, theirs = (getattr(op(name, file), function)(*case, *constants) for file in ("kernel", definition))
         for a, b in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
             same_bits(a, b)
 
 
 @interpreted
-@pytest.mark.parametrize("name, function", [("rmsnorm", "rmsnorm"), ("rope", "rope"), ("swiglu", "silu_mul")])
-def test_gradients(name, function, check_backward):
-    cases = op(name, "cases").cases(BF16)
-    arguments = cases[{"rmsnorm": "width 250", "rope": "head of 64", "swiglu": "wide"}[name]]
-    if name == "rmsnorm":
-        definition = op(name, "reference_sm90").rmsnorm
-        check_backward(lambda x, w: op(name).rmsnorm(x, w, 1e-6), lambda x, w: definition(x, w, 1e-6), *arguments[::2])
-    elif name == "rope":
-        ours, theirs = (getattr(op(name, file), function) for file in ("kernel", "reference"))
-        check_backward(lambda x: ours(x, *arguments[1:]), lambda x: theirs(x, *arguments[1:]), arguments[0])
-    else:
-        check_backward(getattr(op(name), function), getattr(op(name, "reference"), function), *arguments)
+def test_the_rest_of_a_head_is_copied_with_every_payload():
+    cases, rotated = op("rope", "cases"), 8
+    x = cases.payloads(BF16)
+    y = op("rope").rope(x, torch.arange(len(x)), cases.table(rotated))
+    assert torch.equal(y.view(torch.int16)[..., rotated:], x.view(torch.int16)[..., rotated:])
+    outside = op("rope").rope(torch.ones(2, 1, 22).to(BF16), torch.tensor([-1, 300]), cases.table(rotated))
+    assert outside[..., :rotated].isnan().all() and (outside[..., rotated:] == 1).all()
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["head of 64", "16 of 64", "4 of 7"])
+def test_gradients_of_a_rotation(case, check_backward):
+    x, *rest = op("rope", "cases").cases(BF16)[case]
+    check_backward(*(lambda x, file=file: op("rope", file).rope(x, *rest) for file in ("kernel", "reference")), x)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["width 17", "heads"])
+def test_gradients_of_norms(case, check_backward):
+    x, residual, w = op("rmsnorm", "cases").cases(BF16)[case]
+    files = [op("rmsnorm", file) for file in ("kernel", "reference_sm90")]
+    for offset in (0.0, 1.0):
+        check_backward(*(lambda x, w, f=f, o=offset: f.rmsnorm(x, w, 1e-6, o) for f in files), x, w)
+        check_backward(*(lambda x, r, w, f=f, o=offset: f.add_rmsnorm(x, r, w, 1e-6, o) for f in files), x, residual, w)
+    check_backward(*(lambda x, z, w, f=f: f.gated_rmsnorm(x, z, w, 1e-6) for f in files), x, residual, w)
+
+
+@interpreted
+def test_gradients_of_a_gated_norm_over_many_rows(check_backward, monkeypatch):
+    """More rows than one pass of all programs takes, the last tile not full; the weight's gradient wanted or not."""
+    monkeypatch.setattr(op("rmsnorm"), "STRIDES", 2)
+    x, z, w = torch.randn(19, 128).to(BF16), torch.randn(19, 128).to(BF16), torch.randn(128).to(BF16)
+    ours, theirs = (op("rmsnorm", file).gated_rmsnorm for file in ("kernel", "reference_sm90"))
+    check_backward(lambda *t: ours(*t, 1e-6), lambda *t: theirs(*t, 1e-6), x, z, w)
+    check_backward(lambda x, z: ours(x, z, w, 1e-6), lambda x, z: theirs(x, z, w, 1e-6), x[:9], z[:9])
+
+
+@interpreted
+def test_gradients_of_products(check_backward, gradients):
+    kernel, definition, cases = op("swiglu"), op("swiglu", "reference"), op("swiglu", "cases")
+    check_backward(kernel.silu_mul, definition.silu_mul, *cases.cases(BF16)["wide"])
+    for name, case in cases.sigmoid_cases(BF16).items():
+        if "no rows" in name:
+            assert all(not g.numel() for g in gradients(kernel.sigmoid_mul, *case))
+        elif "hazards" not in name:
+            check_backward(kernel.sigmoid_mul, definition.sigmoid_mul, *case)
+    dx, dgate = gradients(kernel.sigmoid_mul, torch.ones(3, 0).to(BF16), torch.ones(3, 1).to(BF16))
+    assert dx.shape == (3, 0) and dgate.tolist() == [[0.0]] * 3
 
 
 @interpreted
@@ -91,6 +131,7 @@ def test_row_linear_is_the_same_tree_under_every_tile_split_and_degree(same_bits
     root = tree(torch.stack([(a @ b.T).float() for a, b in parts]))
     for tile in ("swap 16 16 32 w4 s2 x1", "rows 16 32 32 w4 s2 x1", "tma 16 16 32 w4 s2 x1", "rows 16 32 16 w4 s2 x4"):
         same_bits(op("row_linear").forward(x, w, leaves, Tile.parse(tile)), root)
+        same_bits(op("row_linear").forward(x, w, leaves, Tile.parse(tile), torch.bfloat16), root.bfloat16())
     for fewer in (1, 2, 4):
         nodes = zip(x.double().chunk(fewer, 1), w.double().chunk(fewer, 1), strict=True)
         some = tree(torch.stack([(a @ b.T).float() for a, b in nodes]))
@@ -158,3 +199,14 @@ def test_refusals_name_what_they_refuse():
     with pytest.raises(ValueError, match="linear: no admitted tile"):
         op("linear").TABLE.choose(1, 16, 16, 64, True)
     assert op("linear").pack(x) is None
+    with pytest.raises(TypeError, match="gated_rmsnorm: the sm90 implementation takes bfloat16, not torch.float32"):
+        op("rmsnorm").gated_rmsnorm(x, x, x[0], 1e-6)
+    wide = torch.zeros(1, 16385).to(BF16)
+    for call in (
+        lambda: op("rmsnorm").rmsnorm(wide, wide[0], 1e-6),
+        lambda: op("rmsnorm").gated_rmsnorm(wide, wide, wide[0], 1e-6),
+    ):
+        with pytest.raises(ValueError, match="rmsnorm: the sm90 implementation holds a row of 16384, not 16385"):
+            call()
+    with pytest.raises(TypeError, match="sigmoid_mul: the sm90 implementation takes bfloat16, not torch.float32"):
+        op("swiglu").sigmoid_mul(x, x)

@@ -41,7 +41,7 @@ def tile(num_rows: int, head_dim: int) -> tuple[int, int, int]:
     """(rows, warps, stages) of a prefill tile for requests of about `num_rows` rows: changes no bit."""
     if num_rows <= 64:
         return (16, 4, 3) if num_rows <= 16 else (64, 4, 3 if head_dim <= 128 else 2)
-    return (128, 8, 3) if head_dim <= 128 else (128, 8, 2)
+    return (128, 8, 3) if head_dim <= 128 else (64, 8, 3)
 
 
 def _width(head_dim: int) -> int:

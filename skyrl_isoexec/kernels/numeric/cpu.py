@@ -30,8 +30,10 @@ NUM_LANES = reference.NUM_LANES
 ZERO, ONE = np.float32(0), np.float32(1)
 INFINITY = np.float32(np.inf)
 
-NEVER_COMPILED = ("cases.py", "gate.py", "inputs.py", "kernel.py", "proof.py")
-"""Files beside the loops that no loop calls; nor does one call a file with another arch in its name."""
+NEVER_COMPILED = ("cases.py", "gate.py", "inputs.py", "kernel.py", "proof.py", "requests.py")
+"""Ends of names of files beside the loops that no loop calls; nor does one call a file of another arch."""
+ELSEWHERE = ("sm90", "triton")
+"""Parts of the names of such files."""
 
 _THREAD = threading.local()
 _OPTIONS = {"fastmath": False, "error_model": "numpy", "nogil": True, "boundscheck": False}
@@ -48,7 +50,7 @@ def _source_digest(function: Callable) -> str:
     digest = hashlib.sha256(numba.__version__.encode())
     for folder in (Path(inspect.getfile(function)).parent, Path(__file__).parent):
         for path in sorted(folder.glob("*.py")):
-            if path.name not in NEVER_COMPILED and "sm90" not in path.name:
+            if not path.name.endswith(NEVER_COMPILED) and not any(part in path.name for part in ELSEWHERE):
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

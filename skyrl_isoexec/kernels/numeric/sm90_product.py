@@ -225,32 +225,32 @@ def _product_tma(
         else:
             node = left_1 + node
             if LEAVES == 2:
-                _store_tma(out, node, row, column, WIDTH)
+                _store_tma(out, narrow(node, DTYPE), row, column, WIDTH)
             elif leaf % 4 == 1:
                 left_2 = node
             else:
                 node = left_2 + node
                 if LEAVES == 4:
-                    _store_tma(out, node, row, column, WIDTH)
+                    _store_tma(out, narrow(node, DTYPE), row, column, WIDTH)
                 else:
                     at = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None] * BN + tl.arange(0, BN)[None, :]
                     if leaf == 3:
                         tl.store(scratch + at, node)
                         tl.debug_barrier()
                     else:
-                        _store_tma(out, tl.load(scratch + at) + node, row, column, WIDTH)
+                        _store_tma(out, narrow(tl.load(scratch + at) + node, DTYPE), row, column, WIDTH)
 
 
 @triton.jit
 def _tree_sum(parts, out, size, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """out = balanced tree over the NUM rows of `parts`, neighbours first."""
+    """out = balanced tree over the NUM rows of `parts`, neighbours first, rounded once to out's type."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, NUM).to(tl.int64)
     x = tl.load(parts + row[:, None] * size + at[None, :], mask=at[None, :] < size, other=0.0)
     for step in tl.static_range(1, 12):
         if (NUM >> step) >= 1:
             x = tl.sum(tl.reshape(x, (NUM >> step, 2, BLOCK)), axis=1)
-    tl.store(out + at, tl.reshape(x, (BLOCK,)), mask=at < size)
+    tl.store(out + at, narrow(tl.reshape(x, (BLOCK,)), out.dtype.element_ty), mask=at < size)
 
 
 @cache
@@ -259,12 +259,12 @@ def num_processors(index: int | None) -> int:
     return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def tree_sum(parts: Tensor) -> Tensor:
-    """fp32 sum over the first dimension (a power of two) by the balanced tree, lower index on the left."""
+def tree_sum(parts: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sum over the first dimension (a power of two) by the balanced tree, lower index on the left; rounded once."""
     if parts.shape[0] == 1:
-        return parts[0]
+        return parts[0].to(out_dtype)
     parts = parts.contiguous()
-    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
+    out = torch.empty(parts.shape[1:], dtype=out_dtype, device=parts.device)
     size, num = out.numel(), parts.shape[0]
     block = max(16, 4096 // num)
     if size:
@@ -292,13 +292,13 @@ def product(
     (num_m, num_k), num_n = x_MK.shape, w_NK.shape[0]
     if not tile.suits(num_n, num_k, num_leaves, tile.kind != "tma" or is_aligned(x_MK, w_NK)):
         raise ValueError(f"product: tile '{tile}' does not suit N {num_n}, K {num_k} in {num_leaves} leaves")
-    if tile.split > 1 and (bias_N is not None or out_dtype != torch.float32):
-        raise ValueError(f"product: tile '{tile}' splits leaves, so the root is fp32 and has no bias")
+    if tile.split > 1 and bias_N is not None:
+        raise ValueError(f"product: tile '{tile}' splits leaves, so it adds no bias")
     shape = (num_m, num_n) if tile.split == 1 else (tile.split, num_m, num_n)
-    out = torch.empty(shape, dtype=out_dtype, device=x_MK.device)
+    out = torch.empty(shape, dtype=out_dtype if tile.split == 1 else torch.float32, device=x_MK.device)
     num_tiles = triton.cdiv(num_m, tile.m) * triton.cdiv(num_n, tile.n)
     if not num_tiles:
-        return out if tile.split == 1 else out[0]
+        return out if tile.split == 1 else out[0].to(out_dtype)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bias, leaves = out if bias_N is None else bias_N, num_leaves // tile.split
     if tile.kind == "tma":
@@ -323,7 +323,7 @@ def product(
         LEAVES=leaves, BM=tile.m, BN=tile.n, BK=tile.k, SWAP=tile.kind == "swap",
         WHOLE=num_k // num_leaves % tile.k == 0, BIAS=bias_N is not None, GROUP=GROUP, **options,
     )  # fmt: skip
-    return out if tile.split == 1 else tree_sum(out)
+    return out if tile.split == 1 else tree_sum(out, out_dtype)
 
 
 def product_gradients(

@@ -1,4 +1,4 @@
-"""Inputs on which the norm is proved: (x, residual, w) by name."""
+"""Inputs on which the norms are proved: (x, residual, w) and (x, z, w) by name."""
 
 import torch
 from torch import Tensor
@@ -22,4 +22,12 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         made[name] = (x, hazards(5, 9, 85, dtype=dtype), hazards(6, 85, dtype=dtype))
     made["heads"] = (normal(7, 5, 3, 24, dtype=dtype), normal(8, 5, 3, 24, dtype=dtype), normal(9, 24, dtype=dtype))
     made["no rows"] = (normal(1, 0, 24, dtype=dtype), normal(2, 0, 24, dtype=dtype), normal(3, 24, dtype=dtype))
+    return made
+
+
+def gated_cases(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """(x, z, w): as `cases`, and gates z whose silu is 0, all but 0, or what it is given."""
+    made = cases(dtype)
+    z = torch.linspace(-110.0, 110.0, 881).to(dtype)[None]
+    made["tails"] = (normal(10, 1, 881, dtype=dtype, scale=1e-3), z, normal(11, 881, dtype=dtype, scale=1e-3))
     return made

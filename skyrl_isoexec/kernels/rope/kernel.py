@@ -1,6 +1,7 @@
 """Rotation on Hopper (Triton): the bits of `reference.py`. The backward rotates by the negative angle.
 
-Notable: a position outside the table gives a NaN row, because a kernel in a captured graph cannot raise.
+Notable: a position outside the table gives NaN in the rotated dimensions, because a kernel in a captured graph cannot
+raise.
 """
 
 import torch
@@ -17,10 +18,10 @@ __all__ = ["rope"]
 
 @triton.jit(do_not_specialize=["num_rows", "num_positions"])
 def _rotate(
-    x, positions, table, out, num_rows, num_heads, num_positions, half,
-    BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+    x, positions, table, out, num_rows, num_heads, num_positions, width, half,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of any tokens; row = token * num_heads + head."""
+    """ROWS heads of any tokens; row = token * num_heads + head. REST, if not 0, holds what is copied of a head."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HALF)[None, :]
     there = (row[:, None] < num_rows) & (column < half)
@@ -31,33 +32,39 @@ def _rotate(
     s = tl.load(at_table + half, mask=inside, other=float("nan"))
     if BACKWARD:
         s = -s
-    at = row[:, None] * 2 * half + column
+    at = row[:, None] * width + column
     a = widen(tl.load(x + at, mask=there, other=0.0))
     b = widen(tl.load(x + at + half, mask=there, other=0.0))
     dtype: tl.constexpr = out.dtype.element_ty
     tl.store(out + at, narrow(a * c - b * s, dtype), mask=there)
     tl.store(out + at + half, narrow(b * c + a * s, dtype), mask=there)
+    if REST:
+        beside = 2 * half + tl.arange(0, REST)[None, :]
+        is_copied = (row[:, None] < num_rows) & (beside < width)
+        from_to = row[:, None] * width + beside
+        tl.store(out + from_to, tl.load(x + from_to, mask=is_copied), mask=is_copied)
 
 
-def _run(x_TND: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, backward: bool) -> Tensor:
-    x_TND, positions_T, cos_sin_PD = x_TND.contiguous(), positions_T.contiguous(), cos_sin_PD.contiguous()
+def _run(x_TND: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, backward: bool) -> Tensor:
+    x_TND, positions_T, cos_sin_PR = x_TND.contiguous(), positions_T.contiguous(), cos_sin_PR.contiguous()
     num_tokens, num_heads, width = x_TND.shape
     out = torch.empty_like(x_TND)
-    half = power_of_two(width // 2)
-    rows = max(1, 1024 // half)
+    num_positions, rotated = cos_sin_PR.shape
+    half, rest = power_of_two(rotated // 2), power_of_two(width - rotated) if width > rotated else 0
+    rows = max(1, 1024 // max(half, rest))
     if out.numel():
         _rotate[(triton.cdiv(num_tokens * num_heads, rows),)](
-            x_TND, positions_T, cos_sin_PD, out, num_tokens * num_heads, num_heads, cos_sin_PD.shape[0], width // 2,
-            BACKWARD=backward, ROWS=rows, HALF=half, num_warps=4, **EXACT,
+            x_TND, positions_T, cos_sin_PR, out, num_tokens * num_heads, num_heads, num_positions, width, rotated // 2,
+            BACKWARD=backward, ROWS=rows, HALF=half, REST=rest, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TND, positions_T, cos_sin_PD):
-        ctx.save_for_backward(positions_T, cos_sin_PD)
-        return _run(x_TND, positions_T, cos_sin_PD, False)
+    def forward(ctx, x_TND, positions_T, cos_sin_PR):
+        ctx.save_for_backward(positions_T, cos_sin_PR)
+        return _run(x_TND, positions_T, cos_sin_PR, False)
 
     @staticmethod
     @once_differentiable
@@ -65,11 +72,14 @@ class _Rope(torch.autograd.Function):
         return _run(dy_TND, *ctx.saved_tensors, True), None, None
 
 
-def rope(x_TND: Tensor, positions_T: Tensor, cos_sin_PD: Tensor) -> Tensor:
-    """Rotated x, of its shape and dtype. Refuses what `spec` refuses, and fp32; NaN for a position off the table."""
-    spec.check(x_TND, positions_T, cos_sin_PD)
+def rope(x_TND: Tensor, positions_T: Tensor, cos_sin_PR: Tensor) -> Tensor:
+    """x with its first R dimensions rotated, of its shape and dtype. Refuses what `spec` refuses, and fp32.
+
+    A position off the table makes those dimensions NaN.
+    """
+    spec.check(x_TND, positions_T, cos_sin_PR)
     require_bf16("rope", x_TND)
-    require("rope", positions_T, cos_sin_PD)
+    require("rope", positions_T, cos_sin_PR)
     if needs_grad(x_TND):
-        return _Rope.apply(x_TND, positions_T, cos_sin_PD)
-    return _run(x_TND, positions_T, cos_sin_PD, False)
+        return _Rope.apply(x_TND, positions_T, cos_sin_PR)
+    return _run(x_TND, positions_T, cos_sin_PR, False)

@@ -17,19 +17,25 @@ __all__ = ["row_linear", "tree_sum"]
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, w_NK, num_leaves, packed):
+    def forward(ctx, x_TK, w_NK, num_leaves, packed, out_dtype):
         ctx.save_for_backward(x_TK, w_NK)
-        return product(x_TK, w_NK, torch.float32, packed=packed, num_leaves=num_leaves)
+        return product(x_TK, w_NK, out_dtype, packed=packed, num_leaves=num_leaves)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_TN):
-        return *product_gradients(dy_TN, *ctx.saved_tensors, ctx.needs_input_grad[:2]), None, None
+        return *product_gradients(dy_TN, *ctx.saved_tensors, ctx.needs_input_grad[:2]), None, None, None
 
 
-def row_linear(x_TK: Tensor, w_NK: Tensor, num_leaves: int, packed: Tensor | None = None) -> Tensor:
-    """fp32 root [T, N] over this rank's `num_leaves` leaves; with `packed`, the weight is read from it."""
-    spec.check(x_TK, w_NK, num_leaves, packed)
+def row_linear(
+    x_TK: Tensor,
+    w_NK: Tensor,
+    num_leaves: int,
+    packed: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Root [T, N] over this rank's `num_leaves` leaves; with `packed`, the weight is read from it."""
+    spec.check(x_TK, w_NK, num_leaves, packed, out_dtype)
     if needs_grad(x_TK, w_NK):
-        return _RowLinear.apply(x_TK, w_NK, num_leaves, packed)
-    return product(x_TK, w_NK, torch.float32, packed=packed, num_leaves=num_leaves)
+        return _RowLinear.apply(x_TK, w_NK, num_leaves, packed, out_dtype)
+    return product(x_TK, w_NK, out_dtype, packed=packed, num_leaves=num_leaves)

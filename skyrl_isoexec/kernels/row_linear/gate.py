@@ -75,6 +75,8 @@ def _tensor_core(proof: Proof, impl: ModuleType, definition: Leaves, label: str,
             proof.within(f"{label} within the bound", root, *product_bound(x, w, leaves), at=at)
             for tile in impl.TABLE.tiles(n, k, leaves, True):
                 proof.equal(f"{label} tiles", root, impl.forward(x, w, leaves, tile), at=f"{at}, {tile}")
+                rounded = impl.forward(x, w, leaves, tile, dtype)
+                proof.equal(f"{label} rounded", root.to(dtype), rounded, at=f"{at}, {tile}")
 
 
 def _reference(
@@ -89,6 +91,8 @@ def _reference(
                 continue
             proof.equal(f"{label} reference", expected, plain, at=f"{name}, {leaves} leaves")
             proof.equal(f"{label} reference", expected, packed, at=f"{name}, {leaves} leaves, packed")
+            rounded = impl.row_linear(x, w, leaves, pack(w), dtype)
+            proof.equal(f"{label} rounded", expected.to(dtype), rounded, at=f"{name}, {leaves} leaves")
         for hazard, count in count_hazards(x).items() if "hazards" in name else ():
             proof.reached(f"{label} {name}: {hazard}", count)
 

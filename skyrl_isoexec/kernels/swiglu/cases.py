@@ -1,4 +1,4 @@
-"""Inputs on which the product is proved: (gate, up) by name."""
+"""Inputs on which the products are proved: (gate, up) and (x, gate) by name."""
 
 import torch
 from torch import Tensor
@@ -17,4 +17,21 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         made[f"{name} with others"] = (made[name][0], made[name][1].flip(1))
     made["stacked"] = (normal(7, 2, 3, 5, dtype=dtype), normal(8, 2, 3, 5, dtype=dtype))
     made["no rows"] = (normal(1, 0, 24, dtype=dtype), normal(2, 0, 24, dtype=dtype))
+    return made
+
+
+def sigmoid_cases(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gates of each element and of each token, whose sigmoid is subnormal, 0 or 1; hazards; one feature; no rows."""
+    made = {}
+    for kind, width in (("elements", None), ("tokens", 1)):
+        for m, n in ((1, 1), (7, 33), (3, 1100)):
+            made[f"{kind}, {m} by {n}"] = normal(1, m, n, dtype=dtype), normal(2, m, width or n, dtype=dtype, scale=4.0)
+        for name, finite in (("finite hazards", True), ("hazards", False)):
+            gate = hazards(6, 130, width or 70, dtype=dtype, finite=finite)
+            made[f"{kind}, {name}"] = hazards(5, 130, 70, dtype=dtype, finite=finite), gate.flip(0)
+        made[f"{kind}, stacked"] = normal(7, 2, 3, 5, dtype=dtype), normal(8, 2, 3, width or 5, dtype=dtype)
+        made[f"{kind}, no rows"] = normal(1, 0, 24, dtype=dtype), normal(2, 0, width or 24, dtype=dtype)
+    tails = torch.linspace(-110.0, 110.0, 881).to(dtype)
+    made["elements, tails"] = torch.full_like(tails, 3.0)[None], tails[None]
+    made["tokens, tails"] = torch.full((881, 5), -3.0, dtype=dtype), tails[:, None]
     return made

@@ -1,0 +1,1 @@
+"""Combine: rows to their experts and, weighted, back to their tokens."""

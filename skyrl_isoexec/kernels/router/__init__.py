@@ -1,0 +1,1 @@
+"""Router: scores of all experts, the choice of a few, their weights."""

@@ -1,0 +1,144 @@
+"""The gate of latent attention holds, and finds a change of order: the same numbers with one pair exchanged."""
+
+import importlib.util
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_isoexec.gate.run import SCHEDULE
+from skyrl_isoexec.kernels.mla import cpu, gate, reference
+from skyrl_isoexec.kernels.numeric.proof import Proof
+
+
+def copied() -> ModuleType:
+    """The definition as a module of its own, to be changed."""
+    spec = importlib.util.spec_from_file_location("changed_mla", reference.__file__)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def variant(**functions: object) -> SimpleNamespace:
+    """The compiled implementation with some functions changed."""
+    return SimpleNamespace(**vars(cpu) | functions)
+
+
+def exchanged(size: int, i: int, j: int, period: int | None = None) -> Tensor:
+    """0 .. size-1 with i and j exchanged, in each period of that length; its own inverse."""
+    order = torch.arange(size)
+    for start in range(0, size, period or size):
+        if start + max(i, j) < size:
+            order[[start + i, start + j]] = order[[start + j, start + i]]
+    return order
+
+
+def two_entries() -> SimpleNamespace:
+    """The last entry of the latent and the one before it, in scores and not in values."""
+
+    def mla(q, c, cu, scale, latent, *, schedule):
+        order = exchanged(c.shape[1], max(0, latent - 2), latent - 1)
+        return cpu.mla(q[..., order], c[:, order], cu, scale, latent, schedule=schedule)[..., order[:latent]]
+
+    return variant(mla=mla)
+
+
+def rotated_part_first() -> ModuleType:
+    """The products of the rotated part before those of the latent: rotated by its default width."""
+    changed = copied()
+    original, width = changed.scores, 4
+    changed.scores = lambda q, c, scale: original(q.roll(width, -1), c.roll(width, -1), scale)
+    return changed
+
+
+def changed_order(change) -> ModuleType:
+    """The definition with another order of a partition's positions, which `change` gives."""
+    changed = copied()
+    original = changed.partition
+
+    def partition(s, v, seen, kv_block):
+        order = change(s.shape[2], kv_block)
+        return original(s[:, :, order], v[order], seen[:, order], kv_block)
+
+    changed.partition = partition
+    return changed
+
+
+def two_blocks() -> ModuleType:
+    """The first and the second whole block of a partition."""
+
+    def change(size: int, kv_block: int) -> Tensor:
+        whole = size // kv_block * kv_block
+        order = torch.arange(size)
+        if whole >= 2 * kv_block:
+            order[:whole] = order[:whole].view(-1, kv_block)[exchanged(whole // kv_block, 0, 1)].flatten()
+        return order
+
+    return changed_order(change)
+
+
+def two_lanes() -> ModuleType:
+    """The second and the third lane of the denominator."""
+    return changed_order(lambda size, kv_block: exchanged(size, 1, 2, period=kv_block))
+
+
+def merged_late() -> ModuleType:
+    """The second and the third partition merged with each other, then with the first."""
+    changed = copied()
+    original, held = changed.merge, []
+
+    def merge(whole, part, reached):
+        if not held:
+            held.append((whole, part, reached))
+            return original(whole, part, reached)
+        first, second, seen = held.pop()
+        return original(first, original(second, part, reached), seen)
+
+    changed.merge = merge
+    return changed
+
+
+def pages_of_two_blocks() -> SimpleNamespace:
+    """As `two_blocks`, over pages alone."""
+    return variant(mla_paged=two_blocks().mla_paged)
+
+
+def two_products_of_a_head() -> SimpleNamespace:
+    """The second and the third product of a sum."""
+
+    def head_linear(x, w):
+        order = exchanged(x.shape[2], 1, 2)
+        return cpu.head_linear(x[..., order], w[..., order])
+
+    return variant(head_linear=head_linear)
+
+
+CHANGES = {
+    two_entries: "fp32 reference, normal",
+    rotated_part_first: "fp32 reference, normal",
+    two_blocks: "fp32 reference, normal",
+    two_lanes: "fp32 reference, normal",
+    merged_late: "fp32 reference, normal",
+    pages_of_two_blocks: "fp32 pages, normal",
+    two_products_of_a_head: "fp32 head linear, odd",
+}
+"""Change -> the comparison that finds it."""
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_order_is_found(change, stopping, difference) -> None:
+    """In the first comparison that can see it."""
+    with pytest.raises(difference, match=f"{CHANGES[change]}.*elements differ"):
+        gate.prove(stopping, change(), SCHEDULE)
+
+
+def test_the_gate_holds() -> None:
+    """For both dtypes, every kind reached and every hazard counted."""
+    proof = Proof()
+    gate.prove(proof, cpu, SCHEDULE)
+    proof.finish()
+    assert not proof.failures
+    assert sum(check.elements for check in proof.checks.values()) > 4 * 10**6
+    for label in ("fp32", "bf16"):
+        assert all(f"{label} {kind}" in proof.hazards for kind in gate.cases.KINDS)
