@@ -12,8 +12,14 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m skyrl_isoexec patches lint
 
+ifdef ARGS
 test: setup
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+else
+test: setup  # whole runs need both cores; everything else is done on two at a time, file by file
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/loop -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu" tests/loop
+endif
 
 test-gpu:  # needs torch, triton, numpy and pytest alone, so it fills no .venv where there is none
 	$(or $(wildcard $(BIN)/python),python3) -m pytest -m gpu tests/gpu $(ARGS)

@@ -155,10 +155,7 @@ class Trainer:
         starts = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
         ids = torch.tensor([i for row in rows for i in row], device=self.device)
-        scale = self.decoder.config.scale
-        x_TH = self.decoder.layers(
-            self.decoder.embed(ids), positions, lambda _, q, k, v: self.kernels.attention(q, k, v, starts, scale)
-        )
+        x_TH = self.decoder.layers(self.decoder.embed(ids), positions, self.decoder.end_to_end(starts))
         return self.decoder.full_logits(x_TH)
 
     def scored(self, rows: list[list[int]]) -> list[Any]:

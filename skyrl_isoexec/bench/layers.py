@@ -54,7 +54,7 @@ def _products(model: dict, num_m: int, natives: Natives):
         ("row_linear", hidden, width), ("row_linear", hidden, inner),
     ):  # fmt: skip
         made = copies(lambda n=n, k=k: (_normal(num_m, k), _normal(n, k)), 2 * (n * k + num_m * k))
-        ours = linear.linear if op == "linear" else (lambda x, w: row_linear.row_linear(x, w, 1))
+        ours = linear.linear if op == "linear" else (lambda x, w: row_linear.row_linear(x, w, 1, None, x.dtype))
         yield (
             op,
             f"{n}x{k}",

@@ -9,7 +9,7 @@ from skyrl_isoexec.contract.values import is_integer, is_text
 
 AXES = ("dp", "tp", "pp", "ep", "sp", "cp")
 KINDS = ("invariant", "pinned")
-STATES = ("kv_cache", "prefix_cache", "derived_weights", "weights")
+STATES = ("kv_cache", "recurrent_state", "prefix_cache", "derived_weights", "weights")
 EVENTS = ("weight_sync", "wake_up", "preemption", "run_start")
 
 

@@ -19,7 +19,7 @@ from skyrl_isoexec.contract.schema import GATE, GATE_FORM, Contract, Entry
 
 WHOLE_MODEL = "decoder"
 """The region of the gate that runs a whole model; it may admit any implementation."""
-FOLLOWS_WEIGHTS = ("kv_cache", "prefix_cache", "derived_weights")
+FOLLOWS_WEIGHTS = ("kv_cache", "recurrent_state", "prefix_cache", "derived_weights")
 """States computed from weights: new weights make them unusable."""
 
 

@@ -1,14 +1,15 @@
 """Proof of the whole decoder: each way of computing a log-probability gives the bits of every other.
 
 The cases are those of a contract: packed rows with and without a graph (trainer), pages filled by prefills or token by
-token (engine). Compared are log-probabilities over the full vocabulary, of two small models that differ in their norms,
-biases and head, in fp32 and bf16; on Hopper in bf16 on the device, with heads as wide as its tensor core needs.
+token (engine). Compared are log-probabilities over the full vocabulary, of small models that differ in their norms,
+biases, heads and mixers, in fp32 and bf16; on Hopper in bf16 on the device, with heads as wide as its tensor cores
+need.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from skyrl_isoexec.gate.engine import Engine, Rows
-from skyrl_isoexec.kernels.bundle import OPS, Kernels, load_kernels
+from skyrl_isoexec.kernels.bundle import FORMS, Kernels, load_kernels
 from skyrl_isoexec.kernels.numeric.inputs import normal
 from skyrl_isoexec.kernels.numeric.proof import DEGREES, Proof
+from skyrl_isoexec.kernels.router.cases import ties_at_the_cut
 from skyrl_isoexec.model.axes import Axis, SingleAxis
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import Decoder
@@ -30,40 +32,83 @@ CASES = ("trainer_fwd", "trainer_fwd_no_autograd", "engine_prefill", "engine_dec
 """Every way of computing a log-probability, by its name in a contract."""
 SIZES = {"vocab_size": 72, "hidden_size": 40, "intermediate_size": 56, "num_layers": 3, "max_position": 256}
 HEADS = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 6}
-TENSOR_CORE_HEADS = HEADS | {"head_dim": 64}
 CONSTANTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+HYBRID = {
+    "qk_norm": True,
+    "rotary_dim": 4,
+    "attention_gate": True,
+    "zero_centred_norm": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {
+    "intermediate_size": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,  # of two the sum has no order
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 24,
+    "shared_expert_gate": True,
+    "router_scoring": "softmax",
+    "router_renormalise": True,
+}
 MODELS = {
     "qwen3": {"family": "qwen3", "qk_norm": True},
     "qwen2": {"family": "qwen2", "qkv_bias": True, "tied_head": True},
+    "qwen3_5": {"family": "qwen3_5", **HYBRID},
+    "qwen3_5_moe": {"family": "qwen3_5_moe", **HYBRID, **EXPERTS},
 }
+WIDTHS = ("head_dim", "rotary_dim", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size")
+TENSOR_CORE_WIDTHS = dict(zip(WIDTHS, (64, 16, 16, 32, 48), strict=True))
+"""Instead of the above where a tensor core computes."""
 LENGTHS = (9, 1, 3, 33, 70)
 """Sequences: one token, less than a softmax block, more than one, more than a partition."""
 LONG, CUTS = 140, (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 """A prompt, and where its prefill is cut: around pages, blocks and partitions."""
+TWINS = (2, 5)
+"""Experts whose scores tie."""
 Builder = Callable[..., Decoder]
 
 
-def prove(proof: Proof, impls: str | Mapping[str, str], schedule: Schedule) -> None:
-    """Collect every check of the decoder over these implementations in `proof`."""
-    kernels = load_kernels(impls, schedule)
-    definition = load_kernels("reference", schedule)
-    for model, fields in MODELS.items():
+def prove(proof: Proof, file: str, schedule: Schedule) -> None:
+    """Collect every check of the decoder over the implementations of this name in `proof`."""
+    for model, form, fields in variants():
         for dtype in ("float32", "bfloat16"):
-            prove_model(proof, f"{model} {dtype}", model_config(dtype, fields), kernels, definition)
-    _served(proof, kernels)
+            config = model_config(dtype, fields)
+            kernels, definition = (kernels_of(config, form, name, schedule) for name in (file, "reference"))
+            prove_model(proof, f"{model} {dtype}", config, kernels, definition)
+            _served(proof, kernels)
 
 
-def prove_on(device: str, proof: Proof, impls: str | Mapping[str, str], schedule: Schedule) -> None:
+def prove_on(device: str, proof: Proof, file: str, schedule: Schedule) -> None:
     """The same on a device whose order PyTorch does not state: every check but the one against the definition."""
-    kernels = load_kernels(impls, schedule)
-    for model, fields in MODELS.items():
-        config = model_config("bfloat16", TENSOR_CORE_HEADS | fields)
+    for model, form, fields in variants():
+        wide = {name: width for name, width in TENSOR_CORE_WIDTHS.items() if name in HEADS | fields}
+        config = model_config("bfloat16", fields | wide)
+        kernels = kernels_of(config, form, file, schedule)
         prove_model(proof, f"{model} bfloat16", config, kernels, None, device)
-    _served(proof, kernels)
+        _served(proof, kernels)
+
+
+def variants() -> Iterator[tuple[str, Mapping[str, str], Mapping[str, object]]]:
+    """(name, {operator: its other form}, fields) of every model in every form of its operators."""
+    for model, fields in MODELS.items():
+        yield model, {}, fields
+        for form, op in FORMS.items():
+            if op in model_config("float32", fields).operators:
+                yield f"{model} {form}", {op: form}, fields
+
+
+def kernels_of(config: DecoderConfig, form: Mapping[str, str], file: str, schedule: Schedule) -> Kernels:
+    """The operators of a model, each of one name, some in another form."""
+    return load_kernels({form.get(op, op): file for op in config.operators}, schedule)
 
 
 def _served(proof: Proof, kernels: Kernels) -> None:
-    for op, case in itertools.product(OPS, CASES):
+    for op, case in itertools.product(kernels.impls, CASES):
         proof.reached(f"{op} served {case}", (op, case) in kernels.served)
 
 
@@ -73,11 +118,13 @@ def model_config(dtype: str, fields: Mapping[str, object]) -> DecoderConfig:
 
 
 def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
-    """Full tensors, the same bits on every machine."""
+    """Full tensors, the same bits on every machine. Two experts of a layer have one router's row: their scores tie."""
     dtype, tensors = getattr(torch, config.dtype), {}
     for seed, (name, shape) in enumerate(sorted(layout(config).items())):
         centre = 1.0 if name.endswith("norm.weight") else 0.0
         tensors[name] = (normal(seed, *shape, scale=0.2) + centre).to(dtype)
+        if name.endswith("mlp.gate.weight"):
+            tensors[name][TWINS[1]] = tensors[name][TWINS[0]]
     return tensors
 
 
@@ -106,17 +153,12 @@ def packed(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return ids, positions.to(ids.device), cu.to(ids.device)
 
 
-def attend_packed(decoder: Decoder, cu: Tensor) -> Callable[..., Tensor]:
-    """The trainer's attention."""
-    return lambda _, q, k, v: decoder.kernels.attention(q, k, v, cu, decoder.config.scale)
-
-
 def trainer(decoder: Decoder, sequences: Sequence[Tensor], *, grad: bool) -> Tensor:
     """Log-probabilities [T, V] of packed rows, with or without a graph; the next token's is what a loss computes."""
     ids, positions, cu = packed(sequences)
     next_T1 = ids.roll(-1)[:, None]
     with torch.set_grad_enabled(grad):
-        logits = decoder.full_logits(decoder.layers(decoder.embed(ids), positions, attend_packed(decoder, cu)))
+        logits = decoder.full_logits(decoder.layers(decoder.embed(ids), positions, decoder.end_to_end(cu)))
         if logits.requires_grad != grad:
             raise RuntimeError(f"a graph was{'' if logits.requires_grad else ' not'} recorded")
         chosen_T = decoder.kernels.token_logprobs(logits, next_T1[:, 0])
@@ -171,11 +213,34 @@ def prove_model(
         short = sequences[:4]
         expected = trainer(builder(config, definition)(), short, grad=False)
         proof.equal(f"{label}: definition", expected, trainer(make(), short, grad=False))
+    if config.has_experts:
+        _choices(proof, label, make(), sequences)
     _packing(proof, f"{label}: packing", make(), sequences, whole)
     _cuts(proof, f"{label}: cut prefills", make(), config)
     _degrees(proof, f"{label}: tensor ranks", make, sequences, whole)
     _stages(proof, f"{label}: pipeline stages", make, sequences, whole)
     _recomputation(proof, f"{label}: recomputation", make(), sequences)
+
+
+def _choices(proof: Proof, label: str, decoder: Decoder, sequences: list[Tensor]) -> None:
+    """No token changes an expert when its sequence is alone; for some a tie decides."""
+    routers = [decoder.model.layers[str(i)].mlp for i in decoder.layer_indices if decoder.config.mixes_experts(i)]
+    logits: list[Tensor] = []
+    hooks = [router.gate.register_forward_hook(lambda _, __, rows: logits.append(rows.detach())) for router in routers]
+
+    def choices(given: list[Tensor]) -> list[Tensor]:
+        logits.clear()
+        trainer(decoder, given, grad=False)
+        return [decoder.kernels.route(rows, m.top_k, m.rule)[1] for m, rows in zip(routers, logits, strict=True)]
+
+    whole = choices(sequences)
+    ties = sum(ties_at_the_cut(rows, experts) for rows, experts in zip(logits, whole, strict=True))
+    proof.reached(f"{label}: choices that a tie decides", ties)
+    alone = [choices([sequence]) for sequence in sequences]
+    for layer, experts in enumerate(whole):
+        proof.equal(f"{label}: experts", experts, torch.cat([found[layer] for found in alone]), at=f"router {layer}")
+    for hook in hooks:
+        hook.remove()
 
 
 def _packing(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor], whole: Tensor) -> None:
@@ -190,7 +255,7 @@ def _packing(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor],
 
 def _cuts(proof: Proof, name: str, decoder: Decoder, config: DecoderConfig) -> None:
     """A prompt in two parts, the second in one step with a decode row and a prefill of others, then decoded."""
-    sequences = token_ids(config, (LONG, 40, 20), decoder.cos_sin_PD.device)
+    sequences = token_ids(config, (LONG, 40, 20), decoder.cos_sin_PR.device)
     whole = trainer(decoder, sequences, grad=False)
     for cut in CUTS:
         steps = [
@@ -232,7 +297,7 @@ def _stages(proof: Proof, name: str, make: Builder, sequences: list[Tensor], who
                 ends = {"with_embedding": lo == 0, "with_head": hi == num_layers}
                 stage = make(first_layer=lo, last_layer=hi, **ends)
                 x = stage.embed(ids) if lo == 0 else x
-                x = stage.layers(x, positions, attend_packed(stage, cu))
+                x = stage.layers(x, positions, stage.end_to_end(cu))
             rows = stage.kernels.logprobs(stage.full_logits(x))
         proof.equal(name, whole, rows, at=f"cut at {bounds[1:-1]}")
 
@@ -243,7 +308,7 @@ def _recomputation(proof: Proof, name: str, decoder: Decoder, sequences: list[Te
     outputs: dict[int, list[Tensor]] = {index: [] for index in decoder.layer_indices}
 
     def layer(index: int, x: Tensor) -> Tensor:
-        y = decoder.layer(index, x, positions, attend_packed(decoder, cu))
+        y = decoder.layer(index, x, positions, decoder.end_to_end(cu))
         outputs[index].append(y.detach())
         return y
 

@@ -18,8 +18,14 @@ from skyrl_isoexec.kernels.numeric.proof import Proof
 
 KEPT = 4
 """Calls of one function, of different shapes, that are made again in a graph."""
-WRITTEN = {"write_kv": (2,), "attention_paged": (6,)}
-"""Function -> places of the operands that it writes into."""
+WRITTEN = {
+    "write_kv": (2,),
+    "attention_paged": (6,),
+    "gdn_paged": (6, 12),
+    "write_latent": (1,),
+    "mla_paged": (7,),
+}
+"""Function -> places of the operands, tensors or sequences of them, that it writes into."""
 
 
 def require_device(arch: str) -> str:
@@ -34,13 +40,23 @@ def require_device(arch: str) -> str:
 
 
 def moved(x: object, device: str) -> object:
-    """A tensor on the device with the strides and the offset that it has here; anything else as it is."""
+    """A tensor on the device with the strides and the offset that it has here, or a sequence of such; else x itself."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(moved(one, device) for one in x)
     if not isinstance(x, Tensor):
         return x
     if x.requires_grad or x.is_contiguous():
         return x.to(device)
     flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return flat.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _write_back(here: object, there: object) -> None:
+    if isinstance(here, (list, tuple)):
+        for one, other in zip(here, there, strict=True):
+            _write_back(one, other)
+    elif isinstance(here, Tensor):
+        here.copy_(there)
 
 
 def _back(results: object) -> object:
@@ -66,8 +82,8 @@ class OnDevice:
             named = {key: moved(x, self._device) for key, x in named.items()}
             results = value(*there, **named)
             for place in WRITTEN.get(name, ()):
-                if place < len(operands) and isinstance(operands[place], Tensor):
-                    operands[place].copy_(there[place])
+                if place < len(operands):
+                    _write_back(operands[place], there[place])
             self._keep(name, value, there, named, results)
             return _back(results)
 

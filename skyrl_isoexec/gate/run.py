@@ -11,13 +11,12 @@ from pathlib import Path
 
 from skyrl_isoexec.gate.device import OnDevice, require_device
 from skyrl_isoexec.gate.record import DECODER, FILES, RECORDS, GateError, Record, load, mend, present_key, save
-from skyrl_isoexec.kernels.bundle import OPS
 from skyrl_isoexec.kernels.numeric.proof import DTYPES, Proof
 from skyrl_isoexec.schedule import Schedule
 
 SCHEDULE = Schedule(num_leaves=8, kv_block=16, kv_partition=64)
 """The order of arithmetic that gates run with: leaves for eight ranks, partitions that short contexts cross."""
-TENSOR_CORE = ("attention", "linear", "row_linear")
+TENSOR_CORE = ("attention", "experts", "gdn", "gdn_cpr", "linear", "mla", "row_linear")
 """Operators whose order on the device no PyTorch function states."""
 OWN_ORDER = ("logprob", "rmsnorm")
 """Operators that the device adds in another order, which `reference_<arch>.py` states."""
@@ -39,7 +38,7 @@ def prove(region: str, arch: str, proof: Proof) -> None:
 
 def _prove_here(region: str, arch: str, proof: Proof) -> None:
     if region == DECODER:
-        import_module("skyrl_isoexec.gate.decoder").prove(proof, dict.fromkeys(OPS, FILES[arch]), SCHEDULE)
+        import_module("skyrl_isoexec.gate.decoder").prove(proof, FILES[arch], SCHEDULE)
         return
     implementation = import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}")
     import_module(f"skyrl_isoexec.kernels.{region}.gate").prove(proof, implementation, SCHEDULE)
@@ -48,7 +47,7 @@ def _prove_here(region: str, arch: str, proof: Proof) -> None:
 def prove_there(region: str, arch: str, proof: Proof, device: str) -> None:
     """The checks of an arch that takes bf16 alone, whose order is its own reference's, or none that PyTorch states."""
     if region == DECODER:
-        import_module("skyrl_isoexec.gate.decoder").prove_on(device, proof, dict.fromkeys(OPS, FILES[arch]), SCHEDULE)
+        import_module("skyrl_isoexec.gate.decoder").prove_on(device, proof, FILES[arch], SCHEDULE)
         return
     implementation = OnDevice(import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}"), device)
     given = {} if region == "logprob" else {"dtypes": {"bf16": DTYPES["bf16"]}}

@@ -8,6 +8,14 @@ from ..schedule import Schedule
 MODEL = "decoder"
 """Region of what the model adds between kernels; no folder here."""
 
+CONSTANT_OPS = {
+    "num_leaves": ("logprob", "row_linear"),
+    "kv_block": ("attention", "mla"),
+    "kv_partition": ("attention", "mla"),
+    "gdn_chunk": ("gdn", "gdn_cpr"),
+}
+"""Field of a schedule -> the operators whose bits it decides."""
+
 
 def select(contract: Contract, role: str) -> tuple[dict[str, str], Schedule]:
     """({op: name of its file}, schedule) for the cases of `role`: "trainer" or "engine".
@@ -27,7 +35,8 @@ def select(contract: Contract, role: str) -> tuple[dict[str, str], Schedule]:
         for name, value in entry.constants.items():
             if name in known and constants.setdefault(name, value) != value:
                 raise ContractError(f"composition: constant {name} is both {constants[name]} and {value}")
-    missing = sorted(known.keys() - constants.keys())
+    needed = {name for name, ops in CONSTANT_OPS.items() if files.keys() & set(ops)}
+    missing = sorted(needed - constants.keys())
     if missing:
         raise ContractError(f"composition: no entry has the constants {missing}")
     return files, Schedule(**constants)

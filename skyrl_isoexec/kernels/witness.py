@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from skyrl_isoexec.kernels.bundle import FIELD_OP, MAIN, Kernels, underlying
+from skyrl_isoexec.kernels.bundle import LEAVED, MAIN, SCHEDULED, Kernels, owners, underlying
+from skyrl_isoexec.kernels.selection import CONSTANT_OPS
 from skyrl_isoexec.kernels.sources import PACKAGE, import_digest, source_digest
 from skyrl_isoexec.schedule import Schedule
 
@@ -29,11 +30,12 @@ def bound(kernels: Kernels) -> dict[str, str]:
     WitnessError if another function of an operator is not the one that the main function's module has.
     """
     facts = {}
-    for op, main in sorted(MAIN.items()):
+    owned = owners(kernels.impls)
+    for op, main in sorted((op, MAIN[op]) for op in kernels.impls):
         function = underlying(getattr(kernels, main))
         module = inspect.getmodule(function)
         own = getattr(module, main, None) is function  # otherwise the fact itself differs
-        for name in (name for name, owner in FIELD_OP.items() if owner == op and own):
+        for name in (name for name, owner in owned.items() if owner == op and own):
             if (found := underlying(getattr(kernels, name))) is not getattr(module, name, None):
                 raise WitnessError(f"kernels.{name} is {named(found)}, not the one of {module.__name__}")
         facts[f"kernel.{op}.function"] = named(function)
@@ -67,27 +69,32 @@ def _bound_arguments(function: Callable) -> dict[str, object]:
 
 
 def constants(kernels: Kernels) -> dict[str, int]:
-    """{"constant.<name>": value} of the numbers bound into the functions.
+    """{"constant.<name>": value} of the numbers bound into the functions of the chosen operators.
 
     WitnessError where two functions have different ones, or one has none.
     """
-    facts: dict[str, int] = {}
+    found: dict[str, int] = {}
 
     def add(owner: str, name: str, value: object) -> None:
-        if facts.setdefault(f"constant.{name}", value) != value:
-            raise WitnessError(f"kernels.{owner} has {name} = {value}, another has {facts[f'constant.{name}']}")
+        if found.setdefault(name, value) != value:
+            raise WitnessError(f"kernels.{owner} has {name} = {value}, another has {found[name]}")
 
-    for owner in ("attention", "attention_paged", "kv_cache_shape"):
+    owned = owners(kernels.impls)
+    for owner in (name for name in SCHEDULED if name in owned):
         schedule = _bound_arguments(getattr(kernels, owner)).get("schedule")
         if not isinstance(schedule, Schedule):
             raise WitnessError(f"kernels.{owner} is bound to no schedule")
         for field in dataclasses.fields(schedule):
             add(owner, field.name, getattr(schedule, field.name))
-    for owner in ("logprobs", "token_logprobs"):
+    for owner in (name for name in LEAVED if name in owned):
         add(owner, "num_leaves", _bound_arguments(getattr(kernels, owner)).get("num_leaves"))
     for field in dataclasses.fields(kernels.schedule):
         add("schedule", field.name, getattr(kernels.schedule, field.name))
-    return facts
+    return {
+        f"constant.{name}": value
+        for name, value in found.items()
+        if name not in CONSTANT_OPS or kernels.impls.keys() & set(CONSTANT_OPS[name])
+    }
 
 
 def numeric() -> dict[str, str | int | bool]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..contract import Contract, encode
 from ..model.config import DecoderConfig
-from ..runtimes.vllm.settings import TRANSFER_BACKEND, settings_from_contract
+from ..runtimes.vllm.pages import page_bytes, pages_of_sequence
+from ..runtimes.vllm.settings import TRANSFER_BACKEND, HybridPages, settings_from_contract
 from .config import LaunchConfig
 
 EXTENSION = "skyrl_isoexec.launch.engine_extension.EngineExtension"
@@ -22,6 +23,8 @@ OURS = (
     "dtype",
     "hf_overrides",
     "logprobs_mode",
+    "mamba_block_size",
+    "mamba_cache_mode",
     "weight_transfer_config",
     "worker_cls",
     "worker_extension_cls",
@@ -40,15 +43,14 @@ NEUTRAL = (
     "uvicorn_log_level",
 )
 """Engine arguments of a user's that leave every log-probability alone; in the isoexec arm all others are refused."""
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def num_pages(launch: LaunchConfig, model: DecoderConfig) -> int:
-    """Pages of the engine's KV cache that fit into runtime.kv_cache_mib; ValueError if that is not one sequence."""
-    heads = model.num_kv_heads // launch.topology.engine.tp
-    page = 2 * heads * model.head_dim * launch.runtime.page_size * ITEM_BYTES[model.dtype] * model.num_layers
-    pages, size = launch.runtime.kv_cache_mib * 2**20 // page, launch.runtime.page_size
-    if pages * size < model.max_position:
+def num_pages(launch: LaunchConfig, model: DecoderConfig, *, prefix_caching: bool) -> int:
+    """Pages of the engine's cache that fit into runtime.kv_cache_mib; ValueError if that is not one sequence."""
+    size, budget = launch.runtime.page_size, launch.runtime.kv_cache_mib * 2**20
+    pages = budget // page_bytes(model, launch.topology.engine.tp, size)
+    spare = 1 if model.hybrid else 0  # a pool of several groups has a page that is nobody's
+    if pages < spare + pages_of_sequence(model, size, model.max_position, prefix_caching):
         raise ValueError(
             f"runtime.kv_cache_mib={launch.runtime.kv_cache_mib} holds {pages} pages of {size} tokens, less than one "
             f"sequence of {model.max_position}; raise it"
@@ -56,7 +58,9 @@ def num_pages(launch: LaunchConfig, model: DecoderConfig) -> int:
     return pages
 
 
-def engine_arguments(launch: LaunchConfig, model: DecoderConfig, contract: Contract | None) -> dict[str, Any]:
+def engine_arguments(
+    launch: LaunchConfig, model: DecoderConfig, contract: Contract | None, *, prefix_caching: bool
+) -> dict[str, Any]:
     """What vLLM's engine is given beside SkyRL's own arguments."""
     arguments: dict[str, Any] = {
         "worker_extension_cls": EXTENSION,
@@ -65,10 +69,13 @@ def engine_arguments(launch: LaunchConfig, model: DecoderConfig, contract: Contr
     }
     if contract is not None:
         settings = settings_from_contract(encode(contract).decode(), enforce=True)
-        chosen = settings.engine_arguments(dtype=model.dtype, device=launch.runtime.device)
+        states = HybridPages(page_size=launch.runtime.page_size, prefix_caching=prefix_caching)
+        chosen = settings.engine_arguments(
+            dtype=model.dtype, device=launch.runtime.device, hybrid=states if model.hybrid else None
+        )
         arguments.update(chosen, worker_extension_cls=EXTENSION)
         arguments["block_size"] = launch.runtime.page_size
-    pages = num_pages(launch, model)
+    pages = num_pages(launch, model, prefix_caching=prefix_caching)
     if launch.runtime.transport == "gloo":
         arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
     if launch.runtime.device == "cuda":
@@ -94,7 +101,7 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
     for role in (cfg.trainer.policy, cfg.trainer.ref):
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
-    arguments = engine_arguments(launch, model, contract)
+    arguments = engine_arguments(launch, model, contract, prefix_caching=engine.enable_prefix_caching)
     unproven = sorted(engine.engine_init_kwargs.keys() - {*OURS, *NEUTRAL}) if contract is not None else []
     if unproven:
         raise ValueError(

@@ -54,6 +54,15 @@ OPS = {
 """Region, named by the folder of its kernel (or `decoder`, for what the model adds itself) -> logical ops of a dense
 decoder. `rmsnorm` also owns the norms of queries and keys where the model has them."""
 QK_NORMS = ("attn.k_norm", "attn.q_norm")
+HYBRID = {
+    "linear": ("gdn.a_proj", "gdn.b_proj", "gdn.qkv_proj", "gdn.z_proj"),
+    "rmsnorm": ("gdn.norm",),
+    "row_linear": ("gdn.out_proj",),
+}
+"""Logical ops that a model with gated delta rules adds to these regions."""
+GDN = {"row_causal": "gdn", "cpr": "gdn_cpr"}
+"""`kernels.gdn` -> the region of the rule itself."""
+GDN_OPS = ("gdn.conv", "gdn.core", "gdn.gates", "gdn.l2_norm")
 ARCH = {"cpu": "cpu", "cuda": "sm90"}
 """`runtime.device` -> arch of its kernels."""
 VERSIONS = {
@@ -64,6 +73,7 @@ VERSIONS = {
 PATCHED = ("megatron-core", "skyrl", "vllm")
 STATES = (
     StateClaim(state="kv_cache", invalidated_by=("weight_sync", "wake_up", "preemption")),
+    StateClaim(state="recurrent_state", invalidated_by=("weight_sync", "wake_up", "preemption")),
     StateClaim(state="prefix_cache", invalidated_by=("weight_sync", "wake_up")),
     StateClaim(state="derived_weights", invalidated_by=("weight_sync", "wake_up")),
     StateClaim(state="weights", invalidated_by=("weight_sync", "wake_up", "run_start")),
@@ -83,18 +93,24 @@ DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Rows do not see each other, so any number would do; these are claimed."""
 
 
-def regions(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """Region -> sorted logical ops of this model."""
+def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
+    """Region -> sorted logical ops of this model; `gdn` is the region of its gated delta rules, if it has any."""
     found = dict(OPS)
     if config.qk_norm:
-        found["rmsnorm"] = tuple(sorted(OPS["rmsnorm"] + QK_NORMS))
-    return found
+        found["rmsnorm"] += QK_NORMS
+    if config.attention_gate:
+        found["swiglu"] += ("attn.gate",)
+    if config.hybrid:
+        found |= {region: found[region] + more for region, more in HYBRID.items()}
+        found[gdn] = GDN_OPS
+    return {region: tuple(sorted(ops)) for region, ops in found.items()}
 
 
 def constants(schedule: Schedule, temperature: float) -> dict[str, dict[str, str | int | bool]]:
     """Region -> the numbers that decide its bits."""
     return {
         "attention": {"kv_block": schedule.kv_block, "kv_partition": schedule.kv_partition},
+        **{region: {"gdn_chunk": schedule.gdn_chunk} for region in GDN.values()},
         "logprob": {"num_leaves": schedule.num_leaves, "temperature": float_bits(float(temperature))},
         "row_linear": {"num_leaves": schedule.num_leaves},
     }
@@ -121,7 +137,8 @@ def topology(schedule: Schedule, records: Mapping[str, str]) -> tuple[TopologyCl
             "lower it"
         )
     decoder = records["decoder"]
-    cut = tuple(records[region] for region in ("embedding", "linear", "logprob", "row_linear"))
+    parallel = ("embedding", *GDN.values(), "linear", "logprob", "row_linear")
+    cut = tuple(records[region] for region in parallel if region in records)
     degrees = tuple(degree for degree in TENSOR_DEGREES if degree <= schedule.num_leaves)
     return (
         TopologyClaim(axis="dp", kind="invariant", degrees=DATA_DEGREES, proof=(decoder,)),
@@ -179,6 +196,7 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
         config,
         ARCH[launch.runtime.device],
         launch.kernels.impl,
+        GDN[launch.kernels.gdn],
         launch.schedule,
         cfg.generator.sampling_params.temperature,
         deployment(launch, cfg),
@@ -188,12 +206,19 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
 
 
 def _compose(
-    config: DecoderConfig, arch: str, impl: str, schedule: Schedule, temperature: float, deployed: Mapping[str, Any]
+    config: DecoderConfig,
+    arch: str,
+    impl: str,
+    gdn: str,
+    schedule: Schedule,
+    temperature: float,
+    deployed: Mapping[str, Any],
 ) -> Contract:
-    pinned, records, own = constants(schedule, temperature), admitted(regions(config), arch), sources()
+    owned = regions(config, gdn)
+    pinned, records, own = constants(schedule, temperature), admitted(owned, arch), sources()
     names = tuple(case.name for case in CASES)
     entries = []
-    for region, ops in sorted(regions(config).items()):
+    for region, ops in sorted(owned.items()):
         file = "torch" if region == "decoder" else impl
         digest = own["model"] if region == "decoder" else impl_source(f"{region}.{file}")
         entries.append(
@@ -211,7 +236,7 @@ def _compose(
             model=Model(
                 family=config.family,
                 dtype=config.dtype,
-                ops=tuple(op for ops in regions(config).values() for op in ops),
+                ops=tuple(op for ops in owned.values() for op in ops),
                 fields=model_fields(config),
             ),
             cases=CASES,
@@ -246,8 +271,10 @@ def against_installation(contract: Contract) -> list[str]:
         files, schedule = select(contract, "engine")
         (impl,), (arch,) = set(files.values()), {entry.impl.arch for entry in contract.composition}
         (temperature,) = {e.constants["temperature"] for e in contract.composition if "temperature" in e.constants}
-        config = _config(contract)
-        again = _compose(config, arch, impl, schedule, from_bits(temperature), contract.deployment)
+        gdn = next((region for region in GDN.values() if region in files), GDN["row_causal"])
+        again = _compose(
+            _config(contract), arch, impl, gdn, schedule, from_bits(temperature), contract.deployment
+        )
     except (ValueError, KeyError, TypeError) as error:
         return [f"this contract cannot be composed here: {error}"]
     problems = [f"here it would differ: {line}" for line in diff(contract, again)]

@@ -7,7 +7,7 @@ except where the name here decides several of them at once; `links.py` keeps suc
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from skyrl_isoexec.schedule.schedule import Schedule
 
@@ -35,7 +35,7 @@ class ExecConfig:
 class ShapeConfig:
     """The shape of a tiny model that is built here, in the words of its Hugging Face configuration."""
 
-    family: Literal["qwen3"]
+    family: Literal["qwen3", "qwen3_5_text"]
     """Hugging Face `model_type`."""
     hidden_size: int
     """Width of the residual stream."""
@@ -57,6 +57,27 @@ class ShapeConfig:
     """Added to the mean square in every norm."""
     tied_head: bool
     """Whether the head uses the embedding's weight."""
+    more: dict[str, Any]
+    """What else the family's Hugging Face configuration has, by its own names."""
+
+    def fields(self, vocab_size: int) -> dict[str, Any]:
+        """The Hugging Face configuration of the model."""
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return {
+            "model_type": self.family,
+            "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tied_head,
+            **self.more,
+            "rope_parameters": rope | self.more.get("rope_parameters", {}),
+        }
 
     def __post_init__(self) -> None:
         sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads, self.num_kv_heads)
@@ -100,6 +121,10 @@ class KernelsConfig:
     """Positions in one block of the softmax."""
     kv_partition: int
     """Positions in one partition of the KV cache; a multiple of `kv_block`."""
+    gdn: Literal["row_causal", "cpr"]
+    """Form of a gated delta rule, in a model that has one."""
+    gdn_chunk: int
+    """Rows in one chunk of it, a power of two of at least 16."""
 
     def __post_init__(self) -> None:
         if self.num_leaves is not None:
@@ -108,6 +133,10 @@ class KernelsConfig:
         _require(
             self.kv_partition > 0 and self.kv_partition % self.kv_block == 0,
             f"kernels.kv_partition {self.kv_partition} is not a multiple of kernels.kv_block {self.kv_block}",
+        )
+        _require(
+            _is_power_of_two(self.gdn_chunk) and 16 <= self.gdn_chunk <= 2**10,
+            f"kernels.gdn_chunk {self.gdn_chunk} is not a power of two from 16 to 1024",
         )
         _require(self.kv_partition <= 2**20, f"kernels.kv_partition {self.kv_partition} is above {2**20}")
 
@@ -214,6 +243,8 @@ class TaskConfig:
     """The embedded task, in bare characters for the tiny model, or in words for a model with a chat template."""
     digits: int
     """Digits of the larger number of an addition."""
+    shots: int
+    """Solved additions before every problem, the same ones: a long common beginning."""
     held_out_one_in: int
     """One in so many problems is held out of all training, chosen by a hash."""
     cache_dir: str | None
@@ -222,6 +253,10 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _require(1 <= self.digits <= 3, f"task.digits {self.digits} is not 1, 2 or 3")
+        _require(0 <= self.shots <= 64, f"task.shots {self.shots} is not in [0, 64]")
+        _require(
+            self.name == "addition" or self.shots == 0, f"task.shots {self.shots}: task.name={self.name} has none"
+        )
         _require(self.held_out_one_in > 1, f"task.held_out_one_in {self.held_out_one_in} is not above 1")
 
 
@@ -260,8 +295,12 @@ class LaunchConfig:
     @property
     def schedule(self) -> Schedule:
         """The order of arithmetic that both sides are given."""
-        leaves = self.kernels.num_leaves or 1
-        return Schedule(num_leaves=leaves, kv_block=self.kernels.kv_block, kv_partition=self.kernels.kv_partition)
+        return Schedule(
+            num_leaves=self.kernels.num_leaves or 1,
+            kv_block=self.kernels.kv_block,
+            kv_partition=self.kernels.kv_partition,
+            gdn_chunk=self.kernels.gdn_chunk,
+        )
 
     def __post_init__(self) -> None:
         _require(

@@ -10,12 +10,13 @@ from typing import Literal
 
 from ..contract import Contract, differences, digest
 from ..kernels.bundle import MAIN
+from ..runtimes.vllm.settings import ARCHITECTURE, CACHE_MODE, HYBRID_ARCHITECTURE
 
 Role = Literal["trainer", "engine"]
 Fact = str | int | bool | None
 
 RUNTIME = {"trainer": "megatron", "engine": "vllm"}
-MODEL_CLASS = {"trainer": "MegatronDecoder", "engine": "IsoExecForCausalLM"}
+TRAINER_CLASS = "MegatronDecoder"
 PATCHED = {"trainer": ("megatron-core", "skyrl"), "engine": ("vllm",)}
 """Patched packages that a process of a role runs."""
 ENGINE_OPTIONS = (
@@ -42,12 +43,14 @@ class FactsRefused(RuntimeError):
 def expected(contract: Contract, role: Role) -> dict[str, Fact]:
     """Every fact of a process of `role`, with the value that the contract gives it."""
     deployment, identity = contract.deployment, contract.identities
+    hybrid = contract.model.fields["full_attention_interval"] != 1
+    engine_class = HYBRID_ARCHITECTURE if hybrid else ARCHITECTURE
     facts: dict[str, Fact] = {
         "runtime": RUNTIME[role],
         "contract.digest": digest(contract),
         "contract.semantic": identity.semantic,
         "contract.numerical_policy": identity.numerical_policy,
-        "model.class": MODEL_CLASS[role],
+        "model.class": TRAINER_CLASS if role == "trainer" else engine_class,
         "model.one_place": True,
         "constant.eps": contract.model.fields["rms_norm_eps"],
         "numeric.flush_subnormals": False,
@@ -72,6 +75,8 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
         facts.update(ENFORCED)
         facts["engine.seed"] = deployment["seeds"]["run"]  # SkyRL gives every engine its own one
         facts["engine.cache_dtype"] = contract.model.dtype
+        if hybrid:
+            facts["engine.mamba_cache_mode"] = CACHE_MODE if deployment["engine"]["enable_prefix_caching"] else "none"
     if deployment["device"] == "cuda":
         (arch,) = {entry.impl.arch for entry in contract.composition}
         facts["device.arch"] = arch

@@ -18,6 +18,8 @@ from ..model.shard import Shard
 from .engines import call
 
 MAX_SHOWN = 5
+Key = tuple[str, Shard, int]
+"""Name of a tensor, how it is cut, and the rank whose part is meant."""
 
 
 class SyncRefused(RuntimeError):
@@ -40,17 +42,15 @@ class SyncProof:
 
     def __init__(self, urls: Sequence[str], contract_digest: str, epoch: Callable[[], int]) -> None:
         self._urls, self._contract, self._epoch = list(urls), contract_digest, epoch
-        self._sent: dict[tuple[str, int | None, int, int], str] = {}
+        self._sent: dict[Key, str] = {}
         self._now = 0
         self.seconds = 0.0
         """Time spent on all proofs so far."""
         held = call(self._urls, "isoexec_places")  # the engines may be asleep, without the memory of their weights
-        self._parts = {
-            (name, part["dim"], part["parts"], part["rank"]) for parts in held.values() for name, part in parts.items()
-        }
-        self._wanted: dict[str, list[tuple[int | None, int, int]]] = {}
-        for name, dim, parts, rank in sorted(self._parts, key=str):
-            self._wanted.setdefault(name, []).append((dim, parts, rank))
+        self._parts = {key_of(name, part) for parts in held.values() for name, part in parts.items()}
+        self._wanted: dict[str, list[tuple[Shard, int]]] = {}
+        for name, shard, rank in sorted(self._parts, key=str):
+            self._wanted.setdefault(name, []).append((shard, rank))
 
     def begin(self) -> None:
         """Engines forget what they held."""
@@ -62,9 +62,8 @@ class SyncProof:
         """The same (name, full tensor) pairs; the digest of every part that some worker keeps is noted."""
         for name, tensor in tensors:
             with self._timed():
-                for dim, parts, rank in self._wanted.get(name, ()):
-                    part = tensor if dim is None else Shard(dim=dim, parts=parts).slice(tensor, rank)
-                    self._sent[name, dim, parts, rank] = described(part)
+                for shard, rank in self._wanted.get(name, ()):
+                    self._sent[name, shard, rank] = described(shard.slice(tensor, rank))
             yield name, tensor
 
     def watch_chunks(self, chunks: Iterable[Any]) -> Iterator[Any]:
@@ -99,9 +98,12 @@ class SyncProof:
         call(self._urls, "isoexec_commit", epoch=self._now, contract_digest=self._contract)
 
 
-def differing(
-    sent: Mapping[tuple[str, int | None, int, int], str], arrived: Mapping[str, Mapping[str, Mapping[str, Any]]]
-) -> list[str]:
+def key_of(name: str, part: Mapping[str, Any]) -> Key:
+    """Which part of which tensor a worker says that it holds."""
+    return name, Shard(dim=part["dim"], parts=part["parts"], blocks=tuple(part["blocks"])), part["rank"]
+
+
+def differing(sent: Mapping[Key, str], arrived: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """One line for every part that a process holds and that is not what was sent; nothing to compare is one, too."""
     problems = []
     names = {name for name, *_ in sent}
@@ -110,7 +112,7 @@ def differing(
             problems.append(f"{process} holds no tensor")
         problems += [f"{process} holds no {name}, which was sent" for name in sorted(names - parts.keys())]
         for name, part in parts.items():
-            key = (name, part["dim"], part["parts"], part["rank"])
+            key = key_of(name, part)
             if key not in sent:
                 problems.append(f"{process} holds {name}, part {part['rank']} of {part['parts']}, which was not sent")
             elif sent[key] != (held := f"{part['dtype']} {part['shape']} {part['sha256']}"):

@@ -1,7 +1,8 @@
 """Checkpoints in Hugging Face format: config.json and safetensors, in one file or sharded with an index.
 
 Reading is strict about files, `load` about tensors. Writing is atomic: a folder appears complete or not at all.
-`load`, `export` and `iter_export` (from `weights`) move tensors in and out of a decoder.
+`load`, `export` and `iter_export` (from `weights`) move tensors in and out of a decoder; `export_config` describes
+those that come out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from skyrl_isoexec.model.families import detect
 from skyrl_isoexec.model.weights import LoadError, LoadReport, export, iter_export, layout, load, random_tensors
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "LoadError",
     "LoadReport",
     "export",
+    "export_config",
     "iter_export",
     "iter_tensors",
     "layout",
@@ -46,6 +49,16 @@ class CheckpointError(ValueError):
 def read_config(folder: Path | str) -> dict[str, object]:
     """The parsed config.json; `families.from_hf` interprets it."""
     return json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+
+
+def export_config(folder: Path | str) -> Mapping[str, object] | bytes:
+    """config.json for exported tensors of the model in `folder`, as `save` takes it: the same bytes where they fit.
+
+    They do not where the folder's model has more than the decoder, such as a vision tower.
+    """
+    fields = read_config(folder)
+    found = detect(fields).to_hf(fields)
+    return (Path(folder) / CONFIG).read_bytes() if found == fields else found
 
 
 def iter_tensors(folder: Path | str) -> Iterator[tuple[str, torch.Tensor]]:

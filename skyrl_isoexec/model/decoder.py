@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from skyrl_isoexec.model.attention import Attend, Attention
+from skyrl_isoexec.model.attention import Attention
 from skyrl_isoexec.model.axes import Axis
 from skyrl_isoexec.model.config import DecoderConfig, check_partition
+from skyrl_isoexec.model.gdn import GatedDeltaNet
 from skyrl_isoexec.model.layers import TORCH_DTYPES, ColumnLinear, Place, RMSNorm, VocabEmbedding
 from skyrl_isoexec.model.mlp import MLP
+from skyrl_isoexec.model.moe import MoE
 from skyrl_isoexec.model.rope import rope_table
+from skyrl_isoexec.model.sequences import Packed, Sequences
 
 if TYPE_CHECKING:
     from skyrl_isoexec.kernels.bundle import Kernels
@@ -29,20 +32,32 @@ HEAD_NAME = "lm_head.weight"
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP on the residual stream."""
+    """Pre-norm mixer of positions and MLP, dense or of experts, on the residual stream."""
 
     def __init__(self, config: DecoderConfig, index: int, place: Place) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.self_attn = Attention(config, index, place)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.mlp = MLP(config, place)
+        offset = 1.0 if config.zero_centred_norm else 0.0
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place, offset=offset)
+        if config.attends(index):
+            self.self_attn = Attention(config, index, place)
+        else:
+            self.linear_attn = GatedDeltaNet(config, index, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place, offset=offset)
+        if config.mixes_experts(index):
+            self.mlp = MoE(config, place)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, place)
+        self.attends = config.attends(index)
 
     def forward(
-        self, x_TH: torch.Tensor, positions_T: torch.Tensor, cos_sin_PD: torch.Tensor, attend: Attend
+        self, x_TH: torch.Tensor, positions_T: torch.Tensor, cos_sin_PR: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
         """x_TH after this layer, in the dtype of the residual stream."""
-        y_TH = self.self_attn(self.input_layernorm(x_TH), positions_T, cos_sin_PD, attend)
+        y_TH = self.input_layernorm(x_TH)
+        if self.attends:
+            y_TH = self.self_attn(y_TH, positions_T, cos_sin_PR, sequences)
+        else:
+            y_TH = self.linear_attn(y_TH, sequences)
         y_TH, x_TH = self.post_attention_layernorm.add(y_TH, x_TH)
         return x_TH + self.mlp(y_TH)
 
@@ -72,6 +87,8 @@ class Decoder(nn.Module):
         last_layer = config.num_layers if last_layer is None else last_layer
         if not 0 <= first_layer <= last_layer <= config.num_layers:
             raise ValueError(f"layers {first_layer} .. {last_layer} are not within 0 .. {config.num_layers}")
+        if kernels is not None:
+            kernels.need(config.operators)
         self.config, self.axis, self.kernels, self.schedule = config, axis, kernels, schedule
         self.layer_indices = range(first_layer, last_layer)
         place = Place(kernels, axis, schedule.num_leaves, TORCH_DTYPES[config.dtype], device)
@@ -80,27 +97,32 @@ class Decoder(nn.Module):
             self.model.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
         self.model.layers = nn.ModuleDict({str(i): Layer(config, i, place) for i in self.layer_indices})
         if with_head:
-            self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+            offset = 1.0 if config.zero_centred_norm else 0.0
+            self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place, offset=offset)
             self.lm_head = ColumnLinear(config.hidden_size, config.vocab_size, False, place)
             if config.tied_head and with_embedding:
                 self.lm_head.weight = self.model.embed_tokens.weight
             elif config.tied_head:
                 self.lm_head.weight.tied_to = EMBEDDING_NAME
         table = torch.empty(0, device="meta") if str(device) == "meta" else rope_table(config, device)
-        self.register_buffer("cos_sin_PD", table, persistent=False)
+        self.register_buffer("cos_sin_PR", table, persistent=False)
+
+    def end_to_end(self, cu_seqlens: torch.Tensor) -> Packed:
+        """Whole sequences of this decoder, laid end to end at int32 `cu_seqlens`."""
+        return Packed(self.kernels, self.config, self.axis.size, cu_seqlens)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """x_TH of token ids (int64)."""
         return self.model.embed_tokens(ids_T)
 
-    def layer(self, index: int, x_TH: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(self, index: int, x_TH: torch.Tensor, positions_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         """x_TH after layer `index` (numbered over the whole model)."""
-        return self.model.layers[str(index)](x_TH, positions_T, self.cos_sin_PD, attend)
+        return self.model.layers[str(index)](x_TH, positions_T, self.cos_sin_PR, sequences)
 
-    def layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         """x_TH after all layers of this stage."""
         for layer in self.model.layers.values():
-            x_TH = layer(x_TH, positions_T, self.cos_sin_PD, attend)
+            x_TH = layer(x_TH, positions_T, self.cos_sin_PR, sequences)
         return x_TH
 
     def norm(self, x_TH: torch.Tensor) -> torch.Tensor:

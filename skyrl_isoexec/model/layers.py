@@ -45,27 +45,32 @@ def parameter(full: tuple[int, ...], shard: Shard, like: Place) -> nn.Parameter:
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last dim; the weight is whole on every rank."""
 
-    def __init__(self, width: int, eps: float, place: Place) -> None:
+    def __init__(self, width: int, eps: float, place: Place, *, offset: float = 0.0) -> None:
+        """`offset` is added to the weight, in fp32: 1.0 where a model keeps it as the difference from 1."""
         super().__init__()
         self.weight = parameter((width,), Shard(), place)
-        self.eps, self.place = eps, place
+        self.eps, self.offset, self.place = eps, offset, place
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Normalised x, same shape and dtype."""
-        return self.place.kernels.rmsnorm(x_TH, self.weight, self.eps)
+        return self.place.kernels.rmsnorm(x_TH, self.weight, self.eps, self.offset)
 
     def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(residual + x), residual + x), the sum rounded to dtype before it is normalised."""
-        return self.place.kernels.add_rmsnorm(x_TH, residual_TH, self.weight, self.eps)
+        return self.place.kernels.add_rmsnorm(x_TH, residual_TH, self.weight, self.eps, self.offset)
 
 
 class ColumnLinear(nn.Module):
-    """Linear whose outputs are cut over the axis. Its caller passes x through `axis.copy_in` first."""
+    """Linear whose outputs are cut over the axis. Its caller passes x through `axis.copy_in` first.
 
-    def __init__(self, num_in: int, num_out: int, bias: bool, place: Place) -> None:
+    With a `shard` that cuts nothing, every rank has it whole, and takes x as it is.
+    """
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, place: Place, *, shard: Shard | None = None) -> None:
         super().__init__()
-        self.weight = parameter((num_out, num_in), place.cut(0), place)
-        self.bias = parameter((num_out,), place.cut(0), place) if bias else None
+        shard = place.cut(0) if shard is None else shard
+        self.weight = parameter((num_out, num_in), shard, place)
+        self.bias = parameter((num_out,), shard, place) if bias else None
         self.place, self.packed = place, None
 
     def forward(self, x_TK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -89,11 +94,12 @@ class RowLinear(nn.Module):
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """y_TN whole on every rank, in x.dtype."""
-        kernels, axis = self.place.kernels, self.place.axis
-        y_TN = kernels.row_linear(x_TK, self.weight, self.local_leaves, self.packed)  # root of this rank's subtree
-        if axis.size > 1:
-            y_TN = kernels.tree_sum(axis.stack_gather(y_TN))
-        y_TN = y_TN.to(x_TK.dtype)
+        kernels, axis, dtype = self.place.kernels, self.place.axis, x_TK.dtype
+        if axis.size == 1:
+            y_TN = kernels.row_linear(x_TK, self.weight, self.local_leaves, self.packed, dtype)
+        else:
+            node_TN = kernels.row_linear(x_TK, self.weight, self.local_leaves, self.packed)  # of this rank's subtree
+            y_TN = kernels.tree_sum(axis.stack_gather(node_TN)).to(dtype)
         return y_TN if self.bias is None else y_TN + self.bias
 
     refresh_packed = ColumnLinear.refresh_packed

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.layers import ColumnLinear, Place, RowLinear
 
 
 class MLP(nn.Module):
     """Three projections without bias."""
 
-    def __init__(self, config: DecoderConfig, place: Place) -> None:
+    def __init__(self, hidden: int, width: int, place: Place) -> None:
         super().__init__()
-        self.gate_proj = ColumnLinear(config.hidden_size, config.intermediate_size, False, place)
-        self.up_proj = ColumnLinear(config.hidden_size, config.intermediate_size, False, place)
-        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, False, place)
+        self.gate_proj = ColumnLinear(hidden, width, False, place)
+        self.up_proj = ColumnLinear(hidden, width, False, place)
+        self.down_proj = RowLinear(width, hidden, False, place)
         self.place = place
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from skyrl_isoexec.model.attention import Attend
+from skyrl_isoexec.model.sequences import Sequences
 
 if TYPE_CHECKING:
     from skyrl_isoexec.model.decoder import Decoder
@@ -37,7 +37,7 @@ def probe(decoder: Decoder) -> str | None:
     kernels.case = None
     try:
         with torch.no_grad():
-            for part in (decoder.cos_sin_PD, *_logprobs(decoder)):
+            for part in (decoder.cos_sin_PR, *_logprobs(decoder)):
                 found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy())
     finally:
         kernels.case = case
@@ -46,23 +46,21 @@ def probe(decoder: Decoder) -> str | None:
 
 def _logprobs(decoder: Decoder) -> Iterable[torch.Tensor]:
     """fp32 [sum of LENGTHS, vocabulary], by `Decoder.layers` and by each `Decoder.layer`."""
-    device, scale = decoder.cos_sin_PD.device, decoder.config.scale
+    device = decoder.cos_sin_PR.device
     ids_T = (torch.arange(sum(LENGTHS), device=device) * FACTOR + SHIFT) % decoder.config.vocab_size
-    longest = decoder.cos_sin_PD.shape[0]
+    longest = decoder.cos_sin_PR.shape[0]
     positions_T = torch.cat([torch.arange(length, device=device) % longest for length in LENGTHS])
     bounds = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32, device=device)
+    packed = decoder.end_to_end(bounds)
 
-    def attend(_: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        return decoder.kernels.attention(q_TND, k_TKD, v_TKD, bounds, scale)
-
-    def one_by_one(x_TH: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def one_by_one(x_TH: torch.Tensor, positions_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         for index in decoder.layer_indices:
-            x_TH = decoder.layer(index, x_TH, positions_T, attend)
+            x_TH = decoder.layer(index, x_TH, positions_T, sequences)
         return x_TH
 
     ways: tuple[Callable[..., torch.Tensor], ...] = (decoder.layers, one_by_one)
     for layers in ways:
-        yield decoder.kernels.logprobs(decoder.full_logits(layers(decoder.embed(ids_T), positions_T, attend)))
+        yield decoder.kernels.logprobs(decoder.full_logits(layers(decoder.embed(ids_T), positions_T, packed)))
 
 
 def _whole(decoder: Decoder) -> bool:
@@ -72,7 +70,7 @@ def _whole(decoder: Decoder) -> bool:
 
 
 def _check_at_hand(decoder: Decoder) -> None:
-    device = decoder.cos_sin_PD.device
+    device = decoder.cos_sin_PR.device
     for name, parameter in decoder.named_parameters():
         if parameter.device != device or (parameter.numel() and not parameter.untyped_storage().nbytes()):
             raise RuntimeError(

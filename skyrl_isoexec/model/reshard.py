@@ -37,32 +37,40 @@ class Piece:
 def plan(full_shape: Sequence[int], source: Shard, destination: Shard, *, replicas: int | None = None) -> list[Piece]:
     """Pieces that fill every destination rank, each element once, ordered by destination, then by start.
 
-    Both shards must cut the same dim (or none). A whole tensor comes from source rank 0 and goes to each of `replicas`
-    destination ranks (default: the destination's parts).
+    Both shards must cut the same dim (or none) and the same blocks of it. A whole tensor comes from source rank 0 and
+    goes to each of `replicas` destination ranks (default: the destination's parts).
     """
     if source.dim is None and destination.dim is None:
         count = destination.parts if replicas is None else replicas
         whole = {"source": 0, "dim": None, "source_start": 0, "destination_start": 0, "length": 0}
         return [Piece(destination=rank, **whole) for rank in range(count)]
-    if source.dim != destination.dim:
-        raise ValueError(f"source cuts dim {source.dim}, destination dim {destination.dim}")
+    if (source.dim, source.blocks) != (destination.dim, destination.blocks):
+        raise ValueError(
+            f"source cuts dim {source.dim} in blocks {source.blocks}, destination dim {destination.dim} in blocks "
+            f"{destination.blocks}"
+        )
     dim = source.dim
-    have, want = source.local_shape(full_shape)[dim], destination.local_shape(full_shape)[dim]
+    for shard in (source, destination):
+        shard.local_shape(full_shape)  # refuses what does not divide
     pieces = []
     for rank in range(destination.parts):
-        start, stop = rank * want, (rank + 1) * want
-        while start < stop:
-            owner = start // have
-            end = min(stop, (owner + 1) * have)
-            pieces.append(
-                Piece(
-                    source=owner,
-                    destination=rank,
-                    dim=dim,
-                    source_start=start - owner * have,
-                    destination_start=start - rank * want,
-                    length=end - start,
+        offset = 0
+        for size in source.blocks or (full_shape[dim],):
+            have, want = size // source.parts, size // destination.parts
+            start, stop = rank * want, (rank + 1) * want
+            while start < stop:
+                owner = start // have
+                end = min(stop, (owner + 1) * have)
+                pieces.append(
+                    Piece(
+                        source=owner,
+                        destination=rank,
+                        dim=dim,
+                        source_start=offset // source.parts + start - owner * have,
+                        destination_start=offset // destination.parts + start - rank * want,
+                        length=end - start,
+                    )
                 )
-            )
-            start = end
+                start = end
+            offset += size
     return pieces

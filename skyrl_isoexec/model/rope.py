@@ -23,9 +23,14 @@ ROWS = 4096
 """Positions computed at a time."""
 
 
+def rotary_dim(config: DecoderConfig) -> int:
+    """Entries of a head that are rotated, its leading ones."""
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
+
+
 def inverse_frequencies(config: DecoderConfig) -> list[float]:
-    """head_dim / 2 angular steps per position, in float64; the llama3 rule stretches long wavelengths."""
-    half = config.head_dim // 2
+    """An angular step per position for each rotated pair, in float64; the llama3 rule stretches long wavelengths."""
+    half = rotary_dim(config) // 2
     with decimal.localcontext(prec=40):
         base = decimal.Decimal(config.rope_theta)
         plain = [float(base ** (decimal.Decimal(-i) / half)) for i in range(half)]
@@ -64,7 +69,7 @@ def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rope_table(config: DecoderConfig, device: torch.device | str | None = None) -> torch.Tensor:
-    """cos_sin_PD, fp32 [max_position, head_dim]: cosines of the half's angles, then their sines.
+    """cos_sin_PR, fp32 [max_position, rotary_dim]: cosines of the half's angles, then their sines.
 
     ValueError for angles above MAX_ANGLE, where the reduction to a quarter turn would no longer be exact.
     """
@@ -72,7 +77,7 @@ def rope_table(config: DecoderConfig, device: torch.device | str | None = None) 
     largest = config.max_position * float(steps.max())
     if largest > MAX_ANGLE:
         raise ValueError(f"max_position = {config.max_position} reaches angle {largest}, more than {MAX_ANGLE}")
-    table = torch.empty(config.max_position, config.head_dim, dtype=torch.float32)
+    table = torch.empty(config.max_position, rotary_dim(config), dtype=torch.float32)
     for first in range(0, config.max_position, ROWS):
         rows = table[first : first + ROWS]
         positions = torch.arange(first, first + len(rows), dtype=torch.float64)

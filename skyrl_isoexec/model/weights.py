@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from skyrl_isoexec.model.axes import SingleAxis
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
 from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.model.pieces import Pieces
 from skyrl_isoexec.schedule.bits import bit_view
 from skyrl_isoexec.schedule.schedule import Schedule
 
@@ -46,30 +46,38 @@ def layout(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def load(decoder: Decoder, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> LoadReport:
     """Fill every parameter of the decoder from full tensors; each rank keeps its part. No collectives.
 
+    Names are those of the family's checkpoints: its rules say which are left out, which have another name here, and
+    which are pieces of one tensor.
+
     LoadError lists missing, unexpected, repeated and misshapen tensors, and a separate head in a tied checkpoint that
     differs from the embedding; parameters may then be partly written. Derived layouts are the caller's to refresh.
     """
-    config, rules = decoder.config, lookup(decoder.config.family).ignored
+    config, family = decoder.config, lookup(decoder.config.family)
     shapes = layout(config)
     targets = dict(decoder.named_parameters())
     source_of = {name: getattr(p, "tied_to", name) for name, p in targets.items()}
     loaded, elsewhere, ignored, rounded, problems = [], [], {}, [], []
     seen: set[str] = set()
     ends: dict[str, torch.Tensor] = {}  # both ends of a tied model, this rank's part
+    pieces = Pieces(family, shapes)
 
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        reason = next((why for pattern, why in rules.items() if re.fullmatch(pattern, name)), None)
+    for given, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        reason, name = family.reason(given), family.own_name(given)
         if reason is not None:
-            ignored[name] = reason
+            ignored[given] = reason
             continue
+        added = pieces.add(name, tensor)
+        if added is None:
+            continue
+        name, tensor = added
         if name in seen:
-            problems.append(f"{name} was given twice")
+            problems.append(f"{given} was given twice")
             continue
         seen.add(name)
         extra_head = config.tied_head and name == HEAD_NAME
         expected = shapes.get(EMBEDDING_NAME if extra_head else name)
         if expected is None:
-            problems.append(f"unexpected {name} of shape {tuple(tensor.shape)}")
+            problems.append(f"unexpected {given} of shape {tuple(tensor.shape)}")
             continue
         if tuple(tensor.shape) != expected:
             problems.append(_misshapen(name, tuple(tensor.shape), expected))
@@ -88,7 +96,8 @@ def load(decoder: Decoder, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[
         if not homes:
             elsewhere.append(name)
 
-    wanted = set(source_of.values())
+    wanted = set(source_of.values()) - pieces.missing().keys()
+    problems += pieces.problems + [f"missing {names}" for names in pieces.missing().values()]
     problems += [f"missing {name} of shape {shapes[name]}" for name in sorted(wanted - seen)]
     if len(ends) == 2 and not _same_bits(*ends.values()):
         problems.append(f"{HEAD_NAME} differs from {EMBEDDING_NAME}, but the configuration ties them")
@@ -129,7 +138,8 @@ def iter_export(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     for name, p in decoder.named_parameters():
         if hasattr(p, "tied_to"):
             continue
-        yield name, p.detach() if p.shard.dim is None else decoder.axis.all_gather(p.detach(), p.shard.dim)
+        whole = p.shard.dim is None or decoder.axis.size == 1
+        yield name, p.detach() if whole else p.shard.join(decoder.axis.stack_gather(p.detach()).unbind(0))
 
 
 def export(decoder: Decoder) -> dict[str, torch.Tensor]:
@@ -140,12 +150,21 @@ def export(decoder: Decoder) -> dict[str, torch.Tensor]:
 def random_tensors(config: DecoderConfig, seed: int, std: float = 0.02) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors of a fresh model, a function of config and seed only: never of the layout that will load them.
 
-    Matrices are normal with `std`, norm weights 1, biases 0; in the config's dtype, on the CPU.
+    Matrices and convolutions are normal with `std`, vectors as `_start` says; in the config's dtype, on the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.dtype)
     for name, shape in layout(config).items():
-        if len(shape) == 2:
+        if len(shape) > 1:
             yield name, torch.randn(shape, generator=generator).mul_(std).to(dtype)
         else:
-            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype)
+            yield name, _start(config, name, shape[0]).to(dtype)
+
+
+def _start(config: DecoderConfig, name: str, size: int) -> torch.Tensor:
+    """A fresh vector, fp32: norms multiply by 1, biases add 0; a delta rule's dt_bias is 1, its decays 1 to 16."""
+    if name.endswith(".A_log"):
+        return torch.linspace(1.0, 16.0, size).log()
+    if name.endswith("norm.weight"):
+        return torch.full((size,), float(not config.zero_centred_norm or name.endswith("linear_attn.norm.weight")))
+    return torch.full((size,), float(name.endswith("dt_bias")))

@@ -16,6 +16,8 @@ class Schedule:
     """Positions per block of the online softmax."""
     kv_partition: int = 512
     """Positions per partition of the softmax, counted from the sequence's start; a multiple of `kv_block`."""
+    gdn_chunk: int = 64
+    """Rows per chunk of a gated delta rule, counted from the sequence's start; a power of two, at least 16."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -26,6 +28,8 @@ class Schedule:
             raise ValueError(
                 f"schedule.kv_partition {self.kv_partition} is not a multiple of schedule.kv_block {self.kv_block}"
             )
+        if self.gdn_chunk < 16 or self.gdn_chunk & (self.gdn_chunk - 1):
+            raise ValueError(f"schedule.gdn_chunk {self.gdn_chunk} is not a power of two of at least 16")
         _ = self.tree
 
     @property

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_isoexec.gate import decoder
 from skyrl_isoexec.gate.run import SCHEDULE
 from skyrl_isoexec.kernels.numeric import exp, lane_tree
 from skyrl_isoexec.kernels.numeric.proof import Proof
+from skyrl_isoexec.model.moe import MoE
 
 OPS = ("router", "experts", "combine")
 
@@ -210,3 +212,37 @@ def test_a_change_of_order_is_found(op: str, change, stopping, difference) -> No
     """In the first comparison that can see it."""
     with pytest.raises(difference, match="elements differ"):
         module(op, "gate").prove(stopping, change(), SCHEDULE)
+
+
+def layer_that_sums_ranks() -> tuple[object, str, object]:
+    """Each rank combines its own experts' rows, and the sums are added."""
+
+    def forward(self, x_TH):
+        kernels, axis = self.place.kernels, self.place.axis
+        weights, experts = kernels.route(self.gate(x_TH, torch.float32), self.top_k, self.rule)
+        order, starts = kernels.dispatch(experts, self.num_experts)
+        own = self._own_rows(kernels.expand(x_TH, order), starts)
+        return axis.sum(kernels.combine(own, order, weights)) + self._shared(x_TH)
+
+    return MoE, "forward", forward
+
+
+def router_tie_of_one_row() -> tuple[object, str, object]:
+    """Of equal values the higher index first, where a token is alone in its step."""
+    original, turned = module("router", "cpu").route, router_tie_to_the_higher().route
+
+    def route(logits, *given):
+        return (turned if len(logits) == 1 else original)(logits, *given)
+
+    return module("router", "cpu"), "route", route
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(router_tie_of_one_row, "pairs of cases"), (layer_that_sums_ranks, "tensor ranks")]
+)
+def test_the_decoder_finds_a_change(change, name, stopping, difference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a choice in one case only, and of whose rows are added when."""
+    monkeypatch.setattr(decoder, "MODELS", {"qwen3_5_moe": decoder.MODELS["qwen3_5_moe"]})
+    monkeypatch.setattr(*change())
+    with pytest.raises(difference, match=f"qwen3_5_moe float32: {name}"):
+        decoder.prove(stopping, "cpu", SCHEDULE)

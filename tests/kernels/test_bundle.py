@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skyrl_isoexec.kernels import bundle
-from skyrl_isoexec.kernels.bundle import FIELD_OP, IMPLEMENTATIONS, OPS, UNCOUNTED, Kernels, load_kernels
+from skyrl_isoexec.kernels.bundle import FIELD_OP, FORMS, IMPLEMENTATIONS, OPS, UNCOUNTED, Kernels, load_kernels
 from skyrl_isoexec.schedule import Schedule
 
 
@@ -18,12 +18,16 @@ def kernels() -> Kernels:
     return load_kernels("cpu", Schedule(num_leaves=4))
 
 
+PLAIN = [op for op in OPS if op not in FORMS]
+"""Operators that are no form of another."""
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_every_operator_is_there(impl):
     kernels = load_kernels(impl, Schedule(num_leaves=2))
     for name in FIELD_OP:
         assert callable(getattr(kernels, name))
-    assert kernels.impls == dict.fromkeys(OPS, impl) and kernels.schedule == Schedule(num_leaves=2)
+    assert kernels.impls == dict.fromkeys(PLAIN, impl) and kernels.schedule == Schedule(num_leaves=2)
     for name in ("linear", "impls", "served", "other"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(kernels, name, None)
@@ -33,23 +37,34 @@ def test_lists_are_complete():
     """Every folder with a definition is an operator, and every function of `Kernels` belongs to one."""
     folders = {p.parent.name for p in Path(bundle.__file__).parent.glob("*/spec.py")}
     functions = {field.name for field in dataclasses.fields(Kernels)} - {"impls", "schedule", "tally"}
-    assert set(OPS) == folders == set(FIELD_OP.values()) and set(FIELD_OP) == functions
+    assert set(OPS) == folders == set(FIELD_OP.values()) | set(FORMS) and set(FIELD_OP) == functions
 
 
 def test_each_operator_can_have_its_own(same_bits):
     """One name for each operator, and nothing but the names decides."""
-    mixed = load_kernels(dict.fromkeys(OPS, "cpu") | {"rope": "reference"}, Schedule())
+    mixed = load_kernels(dict.fromkeys(PLAIN, "cpu") | {"rope": "reference"}, Schedule())
     assert mixed.rope.__module__.endswith("rope.reference") and mixed.linear.__module__.endswith("linear.cpu")
     assert mixed.impls["rope"] == "reference"
-    names = dict.fromkeys(OPS, "cpu")
+    names = dict.fromkeys(PLAIN, "cpu")
     for wrong, message in (
-        ({"rope": "cpu"}, "missing operators \\['attention'"),
+        (names | {"gdn_cpr": "cpu"}, "gdn_cpr and gdn are two forms of one operator"),
         (names | {"rop": "cpu"}, "unknown operators \\['rop'\\]"),
         (names | {"rope": "triton"}, "no implementation 'triton' of rope"),
         (names | {"rope": "spec"}, "no implementation 'spec' of rope"),
     ):
         with pytest.raises(ValueError, match=message):
             load_kernels(wrong, Schedule())
+
+
+def test_what_was_not_chosen_refuses_to_be_called():
+    """A model says what it needs, in whatever form; a function without an operator names it."""
+    some = load_kernels({"rope": "cpu", "gdn_cpr": "reference"}, Schedule())
+    some.need(["rope", "gdn"])
+    assert some.gdn.__module__.endswith("gdn_cpr.reference")
+    with pytest.raises(ValueError, match=r"the model needs \['attention', 'linear'\]"):
+        some.need(["rope", "linear", "attention"])
+    with pytest.raises(ValueError, match="linear was called, but no implementation of linear was chosen"):
+        some.linear(torch.randn(2, 8), torch.randn(4, 8))
 
 
 def test_calls_are_recorded_by_case(kernels):

@@ -43,6 +43,8 @@ NEUTRAL = {
     "generator.inference_engine.max_num_batched_tokens": "512",
     "generator.inference_engine.enable_prefix_caching": "false",
     "task.cache_dir": "/nowhere",
+    "kernels.gdn": "cpr",
+    "kernels.gdn_chunk": "32",
 }
 """Proven not to."""
 

@@ -24,6 +24,7 @@ class Engines:
                 name: {
                     "dim": 0 if name == "w" else None,
                     "parts": 2 if name == "w" else 1,
+                    "blocks": [],
                     "rank": rank if name == "w" else 0,
                     **(held_as(tensor) if method == "isoexec_arrived" else {}),
                 }
@@ -100,4 +101,4 @@ def test_nothing_to_compare_is_a_difference() -> None:
 
 
 def part(digest: bytes) -> dict:
-    return {"dim": None, "parts": 1, "rank": 0, "dtype": "float32", "shape": [3], "sha256": digest.hex()}
+    return {"dim": None, "parts": 1, "blocks": [], "rank": 0, "dtype": "float32", "shape": [3], "sha256": digest.hex()}

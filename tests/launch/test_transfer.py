@@ -33,7 +33,7 @@ class Engine:
 
     def call(self, urls: list[str], method: str, **_: object) -> dict[str, Any]:
         self.calls.append(method)
-        places = {name: {"dim": None, "parts": 1, "rank": 0} for name in self.held}
+        places = {name: {"dim": None, "parts": 1, "blocks": [], "rank": 0} for name in self.held}
         if method == "isoexec_arrived":
             places = {name: place | described(self.held[name]) for name, place in places.items()}
         return {"engine 0 rank 0": places} if method in ("isoexec_arrived", "isoexec_places") else {}

@@ -1,12 +1,24 @@
 """Tiny decoders with the real CPU kernels, and transformers' own classes to compare them with."""
 
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families
@@ -19,9 +31,48 @@ HF = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
+HYBRID_HF = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": 1e-2,  # so that a row of almost nothing is not blown up, and its rounding with it
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+HYBRID = {
+    "rotary_dim": 4,
+    "attention_gate": True,
+    "zero_centred_norm": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS_HF = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {
+    "intermediate_size": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+    "router_scoring": "softmax",
+    "router_renormalise": True,
+}
+SHARED = {"shared_expert_intermediate_size": 20, "shared_expert_gate": True}
+CHUNK = 16
 SEQUENCES = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [35], [8, 9, 7], list(range(20)))
-"""Ragged: one token, odd lengths, one sequence longer than a key/value block."""
+"""Ragged: one token, odd lengths, one sequence longer than a key/value block and than a chunk."""
+LONG = tuple([(7 * i + length) % 37 for i in range(length)] for length in (1, 5, 63, 64, 65, 130))
+"""Around the 64 rows of a chunk, and one of two chunks and a bit."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,13 +85,20 @@ def make_hf(family: str, **fields: object) -> tuple[dict[str, object], torch.nn.
     config_class, model_class = HF["qwen2" if family == "mimo" else family]
     sizes = {"vocab_size": 37, "hidden_size": 40, "intermediate_size": 28, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 64}
-    hf_config = config_class(**(sizes | fields), attn_implementation="eager", pad_token_id=None)
+    sizes |= HYBRID_HF if family.startswith("qwen3_5") else {}
+    sizes |= EXPERTS_HF if family.endswith("_moe") else {}
+    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if family.endswith("_moe") else {})
+    hf_config = config_class(**(sizes | fields), **eager, pad_token_id=None)
     torch.manual_seed(11)
     model = model_class(hf_config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(std=0.2)
-            if "norm" in name:
+            if name.endswith("A_log"):
+                p.add_(torch.linspace(-5.0, 0.0, len(p)))  # from almost no decay to a strong one
+            elif name.endswith("conv1d.weight"):
+                p[..., -1].add_(1.0)  # rows well away from zero, which is divided by their length
+            elif "norm" in name:
                 p.add_(1.0)
     raw = hf_config.to_dict() | {"architectures": [model_class.__name__], "dtype": "float32"}
     if family == "mimo":
@@ -68,24 +126,20 @@ def build(
     *,
     num_leaves: int = 1,
     impl: str = "cpu",
+    gdn_chunk: int = CHUNK,
     **stage: object,
 ) -> Decoder:
     """A loaded decoder."""
-    schedule = Schedule(num_leaves=num_leaves)
+    schedule = Schedule(num_leaves=num_leaves, gdn_chunk=gdn_chunk)
     decoder = Decoder(config, load_kernels(impl, schedule), axis or SingleAxis(), schedule, **stage)
     checkpoint.load(decoder, tensors)
     return decoder
 
 
-def packed_attend(decoder: Decoder, cu_seqlens: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The trainer's attention over packed rows."""
-    return lambda layer, q, k, v: decoder.kernels.attention(q, k, v, cu_seqlens, decoder.config.scale)
-
-
 def forward(decoder: Decoder, sequences: list[list[int]] = SEQUENCES) -> torch.Tensor:
     """Full logits of packed sequences."""
     ids, positions, cu_seqlens = pack(sequences)
-    x = decoder.layers(decoder.embed(ids), positions, packed_attend(decoder, cu_seqlens))
+    x = decoder.layers(decoder.embed(ids), positions, decoder.end_to_end(cu_seqlens))
     return decoder.full_logits(x)
 
 
@@ -98,11 +152,11 @@ def loss_of(logits: torch.Tensor, sequences: list[list[int]] = SEQUENCES) -> tor
 def toy(family: str = "qwen3", **changes: object) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
     """(config, full tensors) of a model that 4 leaves and tensor-parallel size 4 cut evenly."""
     bias = family in ("qwen2", "mimo")
+    hybrid, experts = family.startswith("qwen3_5"), family.endswith("_moe")
     config = DecoderConfig(
         family=family,
         vocab_size=36,
         hidden_size=40,
-        intermediate_size=28,
         num_layers=2,
         num_heads=8,
         num_kv_heads=4,
@@ -111,7 +165,10 @@ def toy(family: str = "qwen3", **changes: object) -> tuple[DecoderConfig, dict[s
         rope_theta=10000.0,
         max_position=64,
         qkv_bias=bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
+        **(EXPERTS if experts else {"intermediate_size": 28}),
+        **(HYBRID if hybrid else {}),
+        **(SHARED if hybrid and experts else {}),
     )
     config = dataclasses.replace(config, **changes)
     tensors = dict(checkpoint.random_tensors(config, 5, std=0.2))
@@ -133,5 +190,5 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.fixture(scope="session")
 def m() -> SimpleNamespace:
     """What the tests of this folder share."""
-    shared = (make_hf, hf_tensors, pack, build, packed_attend, forward, loss_of, toy, assert_same_bits)
-    return SimpleNamespace(SEQUENCES=SEQUENCES, from_hf=families.from_hf, **{f.__name__: f for f in shared})
+    shared = (make_hf, hf_tensors, pack, build, forward, loss_of, toy, assert_same_bits)
+    return SimpleNamespace(SEQUENCES=SEQUENCES, LONG=LONG, from_hf=families.from_hf, **{f.__name__: f for f in shared})

@@ -17,11 +17,13 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family, dtype", [("qwen3", "float32"), ("qwen3", "bfloat16"), ("qwen3_5", "bfloat16"), ("qwen3_5_moe", "bfloat16")]
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_bytes", [10**9, 9000, 1])
-def test_round_trip_is_byte_equal(m, tmp_path, dtype, tied, max_bytes) -> None:
-    config, tensors = m.toy(tied_head=tied, dtype=dtype)
+def test_round_trip_is_byte_equal(m, tmp_path, family, dtype, tied, max_bytes) -> None:
+    config, tensors = m.toy(family, tied_head=tied, dtype=dtype)
     text = '{"model_type":   "qwen3"}'
     checkpoint.save(tmp_path / "a", text, tensors, max_bytes)
     files = sorted((tmp_path / "a").glob("*.safetensors"))
@@ -36,8 +38,9 @@ def test_round_trip_is_byte_equal(m, tmp_path, dtype, tied, max_bytes) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name not in "ab"] == []
 
 
-def test_ranks_export_the_whole_model(m) -> None:
-    config, tensors = m.toy(tied_head=True)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_ranks_export_the_whole_model(m, family) -> None:
+    config, tensors = m.toy(family, tied_head=True)
 
     def run(axis):
         return checkpoint.export(m.build(config, tensors, axis, num_leaves=4))
@@ -49,10 +52,26 @@ def test_ranks_export_the_whole_model(m) -> None:
                 m.assert_same_bits(tensor, tensors[name])
 
 
-def test_transformers_reads_what_we_write(m, tmp_path) -> None:
-    raw, model = m.make_hf("qwen3", head_dim=8, tie_word_embeddings=True)
+def test_fresh_tensors_of_a_gated_delta_rule(m) -> None:
+    """Starting values that a first step can learn from: decays of 1 to 16, norms that multiply by 1."""
+    config, _ = m.toy("qwen3_5", tied_head=True)
+    tensors = dict(checkpoint.random_tensors(config, 5))
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == checkpoint.layout(config)
+    rule = {name.split("linear_attn.")[1]: tensor for name, tensor in tensors.items() if "layers.0.linear_attn" in name}
+    torch.testing.assert_close(rule["A_log"].exp(), torch.linspace(1.0, 16.0, 8))
+    assert (rule["dt_bias"] == 1).all() and (rule["norm.weight"] == 1).all()
+    assert 0.01 < rule["conv1d.weight"].std() < 0.03 and rule["conv1d.weight"].shape == (88, 1, 4)
+    centred = [tensor for name, tensor in tensors.items() if name.endswith("norm.weight") and "linear_attn" not in name]
+    assert len(centred) == 7 and not any(tensor.any() for tensor in centred)
+
+
+@pytest.mark.parametrize("family, fields", [("qwen3", {"head_dim": 8}), ("qwen3_5", {"linear_num_value_heads": 6})])
+def test_transformers_reads_what_we_write(m, tmp_path, family, fields) -> None:
+    raw, model = m.make_hf(family, tie_word_embeddings=True, **fields)
     decoder = m.build(m.from_hf(raw), m.hf_tensors(model))
     checkpoint.save(tmp_path / "c", raw, checkpoint.export(decoder), 9000)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) > 1
+    assert checkpoint.export_config(tmp_path / "c") == (tmp_path / "c" / "config.json").read_bytes()
     again, info = type(model).from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
@@ -60,8 +79,9 @@ def test_transformers_reads_what_we_write(m, tmp_path) -> None:
     assert m.from_hf(checkpoint.read_config(tmp_path / "c")) == decoder.config
 
 
-def test_transformers_checkpoints_load(m, tmp_path) -> None:
-    raw, model = m.make_hf("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_transformers_checkpoints_load(m, tmp_path, family) -> None:
+    raw, model = m.make_hf(family)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     decoder = m.build(m.from_hf(raw), checkpoint.iter_tensors(tmp_path))
     for name, tensor in checkpoint.export(decoder).items():
@@ -127,11 +147,28 @@ def test_tensors_left_out_by_rule_are_reported(m) -> None:
     for family, name in (
         ("mimo", "model.mtp_layers.0.self_attn.q_proj.weight"),
         ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("qwen3_5", "model.visual.pos_embed.weight"),
+        ("qwen3_5", "mtp.layers.0.mlp.up_proj.weight"),
     ):
         config, tensors = m.toy(family)
         report = checkpoint.load(m.build(config, tensors), tensors | {name: torch.ones(3)})
-        assert report.ignored == {name: next(iter(families.lookup(family).ignored.values()))}
+        assert report.ignored == {name: families.lookup(family).reason(name)}
         assert set(report.loaded) == set(tensors) and not report.elsewhere and not report.rounded
+
+
+def test_names_of_the_family_are_known(m) -> None:
+    """A tensor may come under another name, and then not under its own as well."""
+    config, tensors = m.toy("qwen3_5")
+    other = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    assert set(other) & set(tensors) == {HEAD}
+    exported = checkpoint.export(m.build(config, other))
+    assert exported.keys() == tensors.keys()
+    for name, tensor in exported.items():
+        m.assert_same_bits(tensor, tensors[name])
+    with pytest.raises(LoadError, match="model.language_model.norm.weight was given twice"):
+        m.build(config, tensors | {"model.language_model.norm.weight": tensors[NORM]})
+    with pytest.raises(LoadError, match="unexpected model.language_model.norm.weight"):
+        m.build(m.toy()[0], m.toy()[1] | {"model.language_model.norm.weight": tensors[NORM]})
 
 
 def test_other_stages_and_roundings_are_reported(m) -> None:

@@ -47,7 +47,7 @@ LLAMA3 = {
 def as_family(name: str, **fields: object) -> dict[str, object]:
     """OLD under another family's names."""
     family = lookup(name)
-    return OLD | {"architectures": list(family.architectures), "model_type": family.model_type} | fields
+    return OLD | {"architectures": list(family.architectures), "model_type": family.model_types[0]} | fields
 
 
 def test_a_published_configuration() -> None:
@@ -151,6 +151,11 @@ REFUSED = {
         "2.0",
         "1.0",
     ),
+    "rope_parameters.low_freq_factor": (
+        as_family("llama", rope_scaling={"factor": 1.0}, rope_parameters={"low_freq_factor": 2.0}),
+        "2.0",
+        "None, as rope_scaling says",
+    ),
     "partial_rotary_factor": (as_family("llama", partial_rotary_factor=0.5), "0.5", "1"),
     "attn_logit_softcapping": (as_family("llama", attn_logit_softcapping=50.0), "50.0", "absence"),
     "logit_scale": (as_family("llama", logit_scale=0), "0", "absence"),
@@ -203,11 +208,13 @@ def test_detection() -> None:
     assert detect({"model_type": "llama"}).name == "llama"
     assert detect({"architectures": ["MiMoForCausalLM"]}).name == "mimo"
     assert detect({"architectures": ["IsoExecForCausalLM"], "model_type": "qwen2"}).name == "qwen2"
-    assert sorted(families.FAMILIES) == ["llama", "mimo", "qwen2", "qwen3"]
+    assert sorted(families.FAMILIES) == ["llama", "mimo", "qwen2", "qwen3", "qwen3_5"]
+    for kind in ("qwen3_5", "qwen3_5_text"):
+        assert detect({"model_type": kind}).name == "qwen3_5"
     for unknown in ({}, {"architectures": ["IsoExecForCausalLM"]}, {"architectures": ["A"], "model_type": "qwen2"}):
         with pytest.raises(Unsupported):
             detect(unknown)
-    with pytest.raises(Unsupported, match="gpt2.*llama, mimo, qwen2, qwen3"):
+    with pytest.raises(Unsupported, match="gpt2.*llama, mimo, qwen2, qwen3, qwen3_5"):
         lookup("gpt2")
 
 

@@ -28,6 +28,21 @@ def test_every_element_moves_once(have, want, dim) -> None:
         assert torch.equal(tensor, destination.slice(full, rank))
 
 
+@pytest.mark.parametrize("have, want", itertools.product((1, 2, 4), repeat=2))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_blocks_are_cut_one_by_one(have, want, dim) -> None:
+    blocks = (4, 4, 12)
+    full = torch.arange(20.0 * 20).view(20, 20)
+    source, destination = (Shard(dim=dim, parts=parts, blocks=blocks) for parts in (have, want))
+    held = [source.slice(full, rank) for rank in range(have)]
+    wanted = [torch.full_like(destination.slice(full, rank), float("nan")) for rank in range(want)]
+    for piece in plan(full.shape, source, destination):
+        assert wanted[piece.destination].narrow(dim, piece.destination_start, piece.length).isnan().all()
+        piece.write(wanted[piece.destination], piece.read(held[piece.source]))
+    for rank, tensor in enumerate(wanted):
+        assert torch.equal(tensor, destination.slice(full, rank))
+
+
 def test_whole_tensors_go_to_every_replica() -> None:
     pieces = plan((5,), Shard(), Shard(), replicas=3)
     assert [piece.destination for piece in pieces] == [0, 1, 2]
@@ -39,6 +54,10 @@ def test_whole_tensors_go_to_every_replica() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="dim 0.*dim 1"):
         plan((4, 4), Shard(dim=0, parts=2), Shard(dim=1, parts=2))
+    with pytest.raises(ValueError, match=r"blocks \(2, 2\).*blocks \(\)"):
+        plan((4, 4), Shard(dim=0, parts=2, blocks=(2, 2)), Shard(dim=0, parts=2))
+    with pytest.raises(ValueError, match="not the sum of blocks"):
+        plan((6, 4), *[Shard(dim=0, parts=2, blocks=(2, 2))] * 2)
     with pytest.raises(ValueError, match="not divisible by 3"):
         plan((4, 4), Shard(dim=0, parts=3), Shard(dim=0, parts=2))
     with pytest.raises(ValueError, match="replicated|whole"):

@@ -13,6 +13,24 @@ TOYS = {
     "llama biases": ("llama", {"qkv_bias": True, "o_bias": True}),
     "qwen2": ("qwen2", {"num_kv_heads": 8}),
     "mimo tied bf16": ("mimo", {"tied_head": True, "dtype": "bfloat16"}),
+    "qwen3_5": ("qwen3_5", {"num_layers": 3}),
+    "qwen3_5 one value head a key head, tied bf16": (
+        "qwen3_5",
+        {"linear_num_value_heads": 4, "tied_head": True, "dtype": "bfloat16"},
+    ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe top 1 after a dense layer, shared, bf16": (
+        "qwen3_moe",
+        {
+            "num_experts_per_tok": 1,
+            "first_dense_layers": 1,
+            "intermediate_size": 28,
+            "shared_expert_intermediate_size": 12,
+            "dtype": "bfloat16",
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", {"router_scale": 2.5, "router_renormalise": False}),
+    "qwen3_5_moe tied bf16": ("qwen3_5_moe", {"tied_head": True, "dtype": "bfloat16"}),
 }
 
 
@@ -60,9 +78,10 @@ def test_logits_without_autograd_are_the_same(toy, m) -> None:
             m.assert_same_bits(logits, expected)
 
 
-def test_the_number_of_leaves_matters(m) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_number_of_leaves_matters(m, family) -> None:
     """Otherwise the equality above would prove nothing about the tree."""
-    toy = m.toy()
+    toy = m.toy(family)
     one, four = (m.forward(m.build(*toy, num_leaves=n)) for n in (1, 4))
     assert (one != four).any()
 
@@ -91,35 +110,59 @@ def test_embedding_keeps_signed_zeros(m) -> None:
     assert torch.signbit(rows[0]).all()
 
 
-def test_no_rows(m) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe"])
+def test_no_rows(m, family) -> None:
     """An idle step: no token at all."""
     none = torch.zeros(0, dtype=torch.int64)
 
     def run(axis):
-        decoder = m.build(*m.toy(), axis, num_leaves=4)
-        attend = m.packed_attend(decoder, torch.zeros(1, dtype=torch.int32))
+        decoder = m.build(*m.toy(family), axis, num_leaves=4)
+        empty = decoder.end_to_end(torch.zeros(1, dtype=torch.int32))
         with torch.no_grad():
-            return decoder.full_logits(decoder.layers(decoder.embed(none), none, attend))
+            return decoder.full_logits(decoder.layers(decoder.embed(none), none, empty))
 
     assert all(logits.shape == (0, 36) for size in (1, 2) for logits in run_ranks(size, run))
 
 
 @pytest.mark.parametrize(
-    "changes, num_leaves, tp, words",
+    "family, changes, num_leaves, tp, words",
     [
-        ({"num_heads": 6, "num_kv_heads": 2, "head_dim": 8}, 4, 4, ["num_heads = 6", "size 4"]),
-        ({"num_kv_heads": 2}, 4, 4, ["num_kv_heads = 2", "size 4"]),
-        ({"vocab_size": 37}, 2, 2, ["vocab_size = 37", "size 2"]),
-        ({"vocab_size": 38}, 4, 1, ["vocab_size = 38", "num_leaves = 4"]),
-        ({"intermediate_size": 30}, 4, 1, ["intermediate_size = 30", "num_leaves = 4"]),
-        ({"num_heads": 5, "num_kv_heads": 5}, 4, 1, ["num_heads * head_dim = 30", "num_leaves = 4"]),
-        ({}, 2, 4, ["size 4", "num_leaves = 2"]),
-        ({}, 4, 3, ["size 3"]),
+        ("qwen3", {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8}, 4, 4, ["num_heads = 6", "size 4"]),
+        ("qwen3", {"num_kv_heads": 2}, 4, 4, ["num_kv_heads = 2", "size 4"]),
+        ("qwen3", {"vocab_size": 37}, 2, 2, ["vocab_size = 37", "size 2"]),
+        ("qwen3", {"vocab_size": 38}, 4, 1, ["vocab_size = 38", "num_leaves = 4"]),
+        ("qwen3", {"intermediate_size": 30}, 4, 1, ["intermediate_size = 30", "num_leaves = 4"]),
+        ("qwen3", {"num_heads": 5, "num_kv_heads": 5}, 4, 1, ["num_heads * head_dim = 30", "num_leaves = 4"]),
+        ("qwen3", {}, 2, 4, ["size 4", "num_leaves = 2"]),
+        ("qwen3", {}, 4, 3, ["size 3"]),
+        ("qwen3_5", {"linear_num_key_heads": 2}, 4, 4, ["linear_num_key_heads = 2", "size 4"]),
+        (
+            "qwen3_5",
+            {"linear_num_value_heads": 12, "linear_num_key_heads": 6},
+            4,
+            4,
+            ["linear_num_key_heads = 6", "size 4"],
+        ),
+        (
+            "qwen3_5",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+            4,
+            1,
+            ["linear_num_value_heads * linear_value_head_dim = 10", "num_leaves = 4"],
+        ),
+        ("qwen3_moe", {"num_experts": 6}, 4, 4, ["num_experts = 6", "size 4"]),
+        (
+            "qwen3_5_moe",
+            {"shared_expert_intermediate_size": 18},
+            4,
+            1,
+            ["shared_expert_intermediate_size = 18", "num_leaves = 4"],
+        ),
     ],
 )
-def test_uneven_cuts_are_refused(m, changes, num_leaves, tp, words) -> None:
+def test_uneven_cuts_are_refused(m, family, changes, num_leaves, tp, words) -> None:
     def run(axis):
-        return m.build(*m.toy(**changes), axis, num_leaves=num_leaves)
+        return m.build(*m.toy(family, **changes), axis, num_leaves=num_leaves)
 
     with pytest.raises(ValueError) as error:
         run_ranks(tp, run)

@@ -9,9 +9,10 @@ With S0 the snapshot of the state at the chunk's start, G the sums of g from the
 
 Notable: v_new = T e is never formed: outputs use (P T) e and the state uses Z e, so a row needs of earlier rows only k,
 G, e and T. T is made in blocks of 16 rows: D, the inverse of a diagonal block, row by row, 1 minus a balanced tree; to
-its left -round(D) round(X), X = sum over earlier blocks m, ascending, of round(L_im) round(T_m). All blocks are products
-of whole tiles, repeated until the last one has its value; what a product meets beside a block is an exact zero, so that
-one row alone (a decode step) has the same bits. The state's last bit is cleared so that it is its snapshot and 16 bits.
+its left -round(D) round(X), X = sum over earlier blocks m, ascending, of round(L_im) round(T_m). All blocks are
+products of whole tiles, repeated until the last one has its value; what a product meets beside a block is an exact
+zero, so that one row alone (a decode step) has the same bits. The state's last bit is cleared so that it is its
+snapshot and 16 bits.
 
 Shapes: N slots, C rows of a chunk, K key heads, V value heads, Dk and Dv their widths.
 """
@@ -20,7 +21,6 @@ import triton
 import triton.language as tl
 
 from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow, tree, widen
-from skyrl_isoexec.kernels.numeric.sm90_gdn_rows import place
 
 BLOCK = tl.constexpr(16)
 """Rows of a diagonal block, inverted by substitution."""
@@ -118,6 +118,21 @@ def prepare(
 
 
 @triton.jit
+def within_of(head, deep, columns, DK: tl.constexpr, DV: tl.constexpr):
+    """Where [deep, columns] of a head's state lie in a page."""
+    return head * DK * DV + deep[:, None] * DV + columns[None, :]
+
+
+@triton.jit
+def copy(from_high, from_low, to_high, to_low, head, columns, DK: tl.constexpr, DV: tl.constexpr):
+    """Columns of a head's state from page to page."""
+    for start in range(0, DK, BLOCK):
+        place = within_of(head, start + tl.arange(0, BLOCK), columns, DK, DV)
+        tl.store(to_high + place, tl.load(from_high + place))
+        tl.store(to_low + place, tl.load(from_low + place))
+
+
+@triton.jit
 def _save(state, snapshot, rest, at):
     rounded = narrow(state, tl.bfloat16)
     tl.store(snapshot + at, rounded)
@@ -128,9 +143,9 @@ def _save(state, snapshot, rest, at):
 def _errors(
     k, v, decay, beta, errors, snapshots, state, slot, head, columns, kept, old,
     C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
-    PAGED: tl.constexpr,
+    RESUME: tl.constexpr,
 ):  # fmt: skip
-    """e of a slot [C, columns], stored with the snapshot it starts from; `kept` has those of the first `old` rows."""
+    """e of a slot [C, columns], stored with the snapshot it starts from; if RESUME, `kept` has those of the first `old` rows."""
     row, deep = tl.arange(0, C), tl.arange(0, DK)
     at = slot * HV + head
     keys = tl.load(k + (slot * HK + head // (HV // HK)) * C * DK + row[:, None] * DK + deep[None, :])
@@ -141,7 +156,7 @@ def _errors(
     tl.store(snapshots + at * DK * DV + deep[:, None] * DV + columns[None, :], rounded)
     product = dot(keys, rounded, tl.zeros((C, columns.shape[0]), tl.float32))
     e = missing(value, steps[:, None], total[:, None], product)
-    if PAGED:
+    if RESUME:
         is_old = (row < old)[:, None]
         before = tl.load(kept + row[:, None] * DV + columns[None, :], mask=is_old, other=0.0)
         e = tl.where(is_old, before, e)
@@ -154,7 +169,7 @@ def walk(
     k, v, decay, beta, ends, base, query_start, seq_lens, table, kept, snapshot, rest, errors, snapshots,
     table_stride, kept_stride, snapshot_stride, rest_stride,
     C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, RESUME: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BV columns of a request's state over its slots, one value head: e and snapshot of each, and states of pages."""
     head, request = tl.program_id(0) // (DV // BV), tl.program_id(1)
@@ -174,14 +189,15 @@ def walk(
             later = (start > 0) & (columns >= 0)[None, :]
             high = tl.load(snapshot + source * snapshot_stride + within, mask=later, other=0.0)
             state = restore(high, tl.load(rest + source * rest_stride + within, mask=later, other=0))
-            kept += source * kept_stride + head * C * DV
+            if RESUME:
+                kept += source * kept_stride + head * C * DV
         else:
             state = tl.zeros((DK, BV), tl.float32)
         for i in tl.range(closed, num_stages=STAGES):
             at = slot + i
             e = _errors(
                 k, v, decay, beta, errors, snapshots, state, at, head, columns, kept, tl.where(i == 0, old, 0),
-                C, DK, DV, HK, HV, PAGED,
+                C, DK, DV, HK, HV, RESUME,
             )  # fmt: skip
             Z = tl.load(ends + (at * HV + head) * C * DK + row[:, None] * DK + deep[None, :])
             state = advance(state, Z, e, tl.load(decay + (at * HV + head) * C + C - 1))
@@ -194,7 +210,7 @@ def walk(
         if end < context:
             _errors(
                 k, v, decay, beta, errors, snapshots, state, slot + closed, head, columns, kept,
-                tl.where(closed == 0, old, 0), C, DK, DV, HK, HV, PAGED,
+                tl.where(closed == 0, old, 0), C, DK, DV, HK, HV, RESUME,
             )  # fmt: skip
         if PAGED:
             target = tl.load(pages + (context - 1) // PAGE).to(tl.int64)

@@ -91,6 +91,72 @@ def taps(
 
 
 @triton.jit
+def single(
+    x, a, b, conv, a_log, dt_bias, ring, token, position, key, head, columns,
+    DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Of one token, whose earlier rows lie in `ring`: q and k as rows of bf16 [2, Dk], bf16 v [BV], g and beta [1]."""
+    channels: tl.constexpr = 2 * HK * DK + HV * DV
+    pair, one = tl.arange(0, 2), tl.arange(0, 1)
+    channel = (key * DK + tl.arange(0, DK))[None, :] + (pair * HK * DK)[:, None]
+    at = position + pair * 0
+    y = taps(x, conv, ring, token + pair * 0, at, at, pair >= 0, channel, channels, W, 1, DK, W, True)
+    two = unit(narrow(silu(y), tl.bfloat16), 2, DK)
+    channel = (2 * HK * DK + head * DV + columns)[None, :]
+    at = position + one
+    y = taps(x, conv, ring, token + one, at, at, one == 0, channel, channels, W, 1, BV, W, True)
+    at = token * HV + head + one
+    g, beta = gates(
+        tl.load(a + at), tl.load(b + at), tl.load(a_log + head + one), tl.load(dt_bias + head + one)
+    )  # fmt: skip
+    return two, tl.reshape(narrow(silu(y), tl.bfloat16), (BV,)), g, beta
+
+
+@triton.jit
+def slide(x, ring, source, target, token, position, channel, channels, W: tl.constexpr, PAGE: tl.constexpr):
+    """The row of x into the target's ring; the W - 1 rows before it too where a page begins."""
+    if (position % PAGE == 0) & (position > 0):
+        for back in tl.static_range(1, W):
+            at = (position - back) % W * channels + channel
+            tl.store(ring + target + at, tl.load(ring + source + at))
+    row = tl.load(x + token * channels + channel)
+    tl.store(ring + target + position % W * channels + channel, row)
+
+
+@triton.jit
+def slide_all(
+    x, ring, source, target, token, position, key, head, columns, part,
+    DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The row of x into the target's ring: the program's columns of v, and q and k if it is its key head's first."""
+    channels: tl.constexpr = 2 * HK * DK + HV * DV
+    slide(x, ring, source, target, token, position, 2 * HK * DK + head * DV + columns, channels, W, PAGE)
+    if (part == 0) & (head % (HV // HK) == 0):
+        at = key * DK + tl.arange(0, DK)
+        slide(x, ring, source, target, token, position, at, channels, W, PAGE)
+        slide(x, ring, source, target, token, position, HK * DK + at, channels, W, PAGE)
+
+
+@triton.jit
+def leave_conv(
+    x, ring, table, ring_stride, first, begin, context, channel, channels, W: tl.constexpr, PAGE: tl.constexpr
+):
+    """The last W - 1 rows before each end of a page in [begin, context], and before `context`, into rings of pages."""
+    source = tl.load(table + tl.maximum(begin - 1, 0) // PAGE).to(tl.int64)
+    there = channel < channels
+    for number in range(begin // PAGE, (context - 1) // PAGE + 1):
+        page = tl.load(table + number).to(tl.int64)
+        end = tl.minimum((number + 1) * PAGE, context)
+        for back in tl.static_range(1, W):
+            at = end - back
+            new = there & (at >= begin)
+            row = tl.load(x + (first + at - begin).to(tl.int64) * channels + channel, mask=new, other=0.0)
+            old = there & (at >= 0) & (at < begin) & (page != source)
+            kept = tl.load(ring + source * ring_stride + at % W * channels + channel, mask=old, other=0.0)
+            tl.store(ring + page * ring_stride + at % W * channels + channel, tl.where(new, row, kept), mask=new | old)
+
+
+@triton.jit
 def place(slot, base, owner, query_start, seq_lens, C: tl.constexpr):
     """(request, its first row in the batch, its first position, its length in all, the slot's first position)."""
     request = tl.load(owner + slot)
@@ -135,12 +201,15 @@ def _make_gates(
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def make_rows(
-    x, a, b, conv, a_log, dt_bias, base, owner, query_start, seq_lens, table, ring, keys, gate,
-    q, k, v, scratch, decay, beta, num_requests, table_stride, ring_stride, keys_stride, gate_stride,
+    x, a, b, conv, a_log, dt_bias, base, owner, query_start, seq_lens, table, ring, keys, values, gate,
+    q, k, v, steps, decay, beta, num_requests, table_stride, ring_stride, keys_stride, values_stride, gate_stride,
     C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HB: tl.constexpr,
-    W: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a slot for one head of queries, keys or values, or the gates of the slot (item 0); conv is [W, C]."""
+    """ROWS rows of a slot for one head of q, k or v, or the gates of the slot (item 0); conv is [W, channels].
+
+    Rows of an open chunk that a page holds are put in, those of v if VALUES and zeros otherwise; g of them is not.
+    """
     part, item = tl.program_id(0) % (C // ROWS), tl.program_id(1)
     slot = (tl.program_id(0) // (C // ROWS)).to(tl.int64)
     if tl.load(owner + slot) < num_requests:
@@ -149,6 +218,7 @@ def make_rows(
             page = tl.load(table + request * table_stride + tl.maximum(begin - 1, 0) // PAGE).to(tl.int64)
             ring += page * ring_stride
             keys += page * keys_stride
+            values += page * values_stride
             gate += page * gate_stride
         channels: tl.constexpr = 2 * HK * DK + HV * DV
         row = part * ROWS + tl.arange(0, ROWS)
@@ -158,7 +228,7 @@ def make_rows(
         if item == 0:
             if part == 0:
                 _make_gates(
-                    a, b, a_log, dt_bias, gate, scratch + slot * HV * C, decay + slot * HV * C, beta + slot * HV * C,
+                    a, b, a_log, dt_bias, gate, steps + slot * HV * C, decay + slot * HV * C, beta + slot * HV * C,
                     first, begin, context, start, C, HV, HB, PAGED,
                 )  # fmt: skip
         elif item <= 2 * HK:
@@ -181,5 +251,8 @@ def make_rows(
             head = item - 1 - 2 * HK
             channel = (2 * HK * DK + head * DV + column)[None, :]
             y = taps(x, conv, ring, token, position, begin, there, channel, channels, 1, channels, DV, W, PAGED)
-            at = (slot * HV + head) * C * DV + row[:, None] * DV + column[None, :]
-            tl.store(v + at, narrow(silu(y), tl.bfloat16))
+            made, own = narrow(silu(y), tl.bfloat16), row[:, None] * DV + column[None, :]
+            if PAGED and VALUES:
+                old = (position < begin)[:, None]
+                made = tl.where(old, tl.load(values + head * C * DV + own, mask=old, other=0.0), made)
+            tl.store(v + (slot * HV + head) * C * DV + own, made)

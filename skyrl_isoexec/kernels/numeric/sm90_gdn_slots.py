@@ -133,6 +133,8 @@ class Made:
     decay_NVC: Tensor
     """Sums of g from the chunk's start, in powers of two."""
     beta_NVC: Tensor
+    steps_NVC: Tensor
+    """g of the rows of this step, in powers of two."""
 
 
 def shape_constants(heads: GdnHeads, chunk: int) -> dict[str, int]:
@@ -142,10 +144,13 @@ def shape_constants(heads: GdnHeads, chunk: int) -> dict[str, int]:
 
 
 def rows_of(
-    rows: tuple[Tensor, ...], slots: Slots, pages: Pages | None, ring: Tensor, keys: Tensor, gate: Tensor,
-    heads: GdnHeads, chunk: int, tile: int = 32, warps: int = 4,
+    rows: tuple[Tensor, ...], slots: Slots, pages: Pages | None, ring: Tensor, keys: Tensor, values: Tensor | None,
+    gate: Tensor, heads: GdnHeads, chunk: int, tile: int = 32, warps: int = 4,
 ) -> Made:  # fmt: skip
-    """Queries, keys, values and gates of a batch; `ring`, `keys` and `gate` are the states they go on from."""
+    """Queries, keys, values and gates of a batch; `ring`, `keys`, `values` and `gate` are states they go on from.
+
+    Without `values`, rows of v that a page holds are zeros.
+    """
     x, a, b, conv, a_log, dt_bias = rows
     key, value, num, device = heads.num_key_heads, heads.num_value_heads, slots.num, x.device
     bf16 = {"dtype": torch.bfloat16, "device": device}
@@ -156,15 +161,18 @@ def rows_of(
         v_NVCD=torch.empty(num, value, chunk, heads.value_width, **bf16),
         decay_NVC=torch.empty(num, value, chunk, **fp32),
         beta_NVC=torch.empty(num, value, chunk, **fp32),
+        steps_NVC=torch.empty(num, value, chunk, **fp32),
     )
+    held = ring if values is None else values
     tile = min(tile, chunk)
     make_rows[(num * (chunk // tile), 1 + 2 * key + value)](
         x, a, b, conv.t().contiguous(), a_log, dt_bias, slots.base, slots.owner, slots.query_start, slots.seq_lens,
-        pages.table if pages else slots.base, ring, keys, gate,
-        made.q_NKCD, made.k_NKCD, made.v_NVCD, torch.empty_like(made.beta_NVC), made.decay_NVC, made.beta_NVC,
-        slots.num_requests, pages.table.stride(0) if pages else 0, ring.stride(0), keys.stride(0), gate.stride(0),
+        pages.table if pages else slots.base, ring, keys, held, gate,
+        made.q_NKCD, made.k_NKCD, made.v_NVCD, made.steps_NVC, made.decay_NVC, made.beta_NVC,
+        slots.num_requests, pages.table.stride(0) if pages else 0, ring.stride(0), keys.stride(0),
+        held.stride(0), gate.stride(0),
         HB=power_of_two(value), W=conv.shape[1], ROWS=tile, PAGED=pages is not None, PAGE=pages.size if pages else 1,
-        num_warps=warps, **shape_constants(heads, chunk), **EXACT,
+        VALUES=values is not None, num_warps=warps, **shape_constants(heads, chunk), **EXACT,
     )  # fmt: skip
     return made
 
@@ -190,20 +198,25 @@ def columns_of(num_rows: int, width: int, device: int | None) -> int:
 
 
 def states_of(
-    made: Made, ends: Tensor, slots: Slots, pages: Pages | None, kept: Tensor, snapshot: Tensor, rest: Tensor,
+    made: Made, ends: Tensor, slots: Slots, pages: Pages | None, kept: Tensor | None, snapshot: Tensor, rest: Tensor,
     heads: GdnHeads, chunk: int, choice: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(e [N, V, C, Dv], snapshots [N, V, Dk, Dv]); leaves states in pages. `choice` is (columns, warps, stages)."""
+    """(e [N, V, C, Dv], snapshots [N, V, Dk, Dv]); leaves states in pages. `kept` is the state with e of open chunks.
+
+    `choice` is (columns, warps, stages): changes no bit.
+    """
     num, value, width = slots.num, heads.num_value_heads, heads.value_width
     errors = torch.empty_like(made.v_NVCD)
     snapshots = errors.new_empty(num, value, heads.key_width, width)
     device = errors.device.index
     columns, warps, stages = choice or (columns_of(slots.num_requests * value, width, device), 4, 2)
+    held = snapshot if kept is None else kept
     walk[(value * (width // columns), slots.num_requests)](
         made.k_NKCD, made.v_NVCD, made.decay_NVC, made.beta_NVC, ends, slots.base, slots.query_start, slots.seq_lens,
-        pages.table if pages else slots.base, kept, snapshot, rest, errors, snapshots,
-        pages.table.stride(0) if pages else 0, kept.stride(0), snapshot.stride(0), rest.stride(0),
-        BV=columns, PAGED=pages is not None, PAGE=pages.size if pages else 1, STAGES=stages,
+        pages.table if pages else slots.base, held, snapshot, rest, errors, snapshots,
+        pages.table.stride(0) if pages else 0, held.stride(0), snapshot.stride(0), rest.stride(0),
+        BV=columns, PAGED=pages is not None, PAGE=pages.size if pages else 1,
+        RESUME=pages is not None and kept is not None, STAGES=stages,
         num_warps=warps, **shape_constants(heads, chunk), **EXACT,
     )  # fmt: skip
     return errors, snapshots

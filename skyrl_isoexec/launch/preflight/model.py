@@ -15,6 +15,8 @@ from ...model.checkpoint import CONFIG, INDEX, SINGLE, read_config
 from ...model.config import DecoderConfig, check_partition
 from ...model.families import from_hf, lookup
 from ...model.weights import HEAD_NAME, layout
+from ...runtimes.vllm.pages import hybrid_page_size, state_kernels
+from ..composition import GDN
 from ..config import LaunchConfig
 from ..task.tokenizer import SYMBOLS
 from .refusal import Refusal
@@ -37,22 +39,10 @@ def planned(launch: LaunchConfig) -> DecoderConfig:
             f"model.shape has about {size // 10**6} million parameters, and up to {LARGEST // 10**6} are trained here; "
             "lower its sizes, or name a checkpoint with model.path"
         )
-    return DecoderConfig(
-        family=shape.family,
-        vocab_size=len(SYMBOLS),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
-        max_position=shape.max_position,
-        qk_norm=True,
-        tied_head=shape.tied_head,
-        dtype=launch.model.dtype,
-    )
+    try:
+        return from_hf(shape.fields(len(SYMBOLS)), dtype=launch.model.dtype)
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"model.shape: {error}; mend the shape") from error
 
 
 def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderConfig:
@@ -168,10 +158,27 @@ def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
             f"topology.engine.tp={tp} does not divide the model (num_heads = {heads}, num_kv_heads = {kv_heads}, "
             f"intermediate_size = {config.intermediate_size}); choose a degree that divides it"
         )
+    if launch.runtime.device == "cpu" and config.hybrid and config.dtype != "bfloat16":
+        raise Refusal(
+            f"model.dtype={config.dtype} with exec=native: vLLM's gated delta rule on a CPU takes bfloat16; choose it"
+        )
     if launch.runtime.device == "cpu" and config.head_dim not in NATIVE_HEAD_DIMS:
         raise Refusal(
             f"the model's head_dim = {config.head_dim} with exec=native: vLLM's attention on a CPU takes "
             f"{', '.join(map(str, NATIVE_HEAD_DIMS))}; choose another model"
+        )
+
+
+def states(config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse a page that does not hold whole chunks, or less than a page of recurrent states takes."""
+    if not config.hybrid or launch.exec.name != "isoexec":
+        return
+    impls = {GDN[launch.kernels.gdn]: launch.kernels.impl}
+    smallest = hybrid_page_size(config, launch.topology.engine.tp, state_kernels(impls, launch.schedule))
+    if launch.runtime.page_size % smallest:
+        raise Refusal(
+            f"runtime.page_size={launch.runtime.page_size} with a model of gated delta rules: a page is whole chunks "
+            f"and as large as a page of states; set it to {smallest} or a multiple"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from skyrl_isoexec.launch.config import TaskConfig
 from skyrl_isoexec.launch.task.problems import Problem, split
 
 ENV_ID = "arithmetic"
@@ -59,9 +60,9 @@ def row(problem: Problem, wording: str = WORDINGS[0]) -> dict:
     }
 
 
-def write_data(train_path: Path, held_out_path: Path, digits: int, one_in: int) -> None:
+def write_data(train_path: Path, held_out_path: Path, task: TaskConfig) -> None:
     """Write the training part, in every wording, and the held-out part, in the first, to their paths."""
-    train, held_out = split(digits, one_in)
+    train, held_out = split(task.digits, task.held_out_one_in)
     for path, part, wordings in ((train_path, train, WORDINGS), (held_out_path, held_out, WORDINGS[:1])):
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row(problem, wording) for wording in wordings for problem in part]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +22,13 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_isoexec.launch.config import RecipeConfig, ShapeConfig, TaskConfig
-from skyrl_isoexec.launch.task.problems import Problem, split
+from skyrl_isoexec.launch.task.problems import Problem, context, split
 from skyrl_isoexec.launch.task.tokenizer import BOS, EOS, IDS, PAD, SYMBOLS, encode, save_tokenizer
 
 IGNORED = -100
 """Label of the positions that are not learnt: the problem itself, and padding."""
+SHORT_CHUNK = 16
+"""Rows of a chunk of transformers' gated delta rule, in place of 64."""
 
 Progress = Callable[[str], None]
 
@@ -37,9 +40,11 @@ def train_base(shape: ShapeConfig, task: TaskConfig, folder: Path, progress: Pro
         started = time.monotonic()
         torch.manual_seed(task.base.seed)
         model = build_model(shape)
-        fit(model, train, task.base, progress)
+        fit(model, train, task, progress)
         seconds = time.monotonic() - started
-        sampled, greedy = accuracy(model, held_out, temperature=1.0), accuracy(model, held_out, temperature=0.0)
+        before = context(task.shots, train)
+        asked = [Problem(prompt=before + row.prompt, answer=row.answer) for row in held_out[:: 1 + task.shots]]
+        sampled, greedy = accuracy(model, asked, temperature=1.0), accuracy(model, asked, temperature=0.0)
     progress(f"base checkpoint: {sampled:.0%} of held-out answers right when sampled, {greedy:.0%} greedily")
     save(model, folder)
     facts = {"settings": asdict(task), "sampled": sampled, "greedy": greedy, "seconds": round(seconds, 1)}
@@ -59,49 +64,43 @@ def single_thread() -> Iterator[None]:
 
 def build_model(shape: ShapeConfig) -> PreTrainedModel:
     """transformers' own class of the family with random weights, in float32."""
-    config = AutoConfig.for_model(
-        shape.family,
-        vocab_size=len(SYMBOLS),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tied_head,
-        pad_token_id=IDS[PAD],
-        eos_token_id=IDS[EOS],
-        bos_token_id=IDS[BOS],
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokens = {"pad_token_id": IDS[PAD], "eos_token_id": IDS[EOS], "bos_token_id": IDS[BOS]}
+    config = AutoConfig.for_model(**shape.fields(len(SYMBOLS)), **tokens)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):  # its loop over the rows of a chunk is what takes the time
+            module.chunk_gated_delta_rule = partial(module.chunk_gated_delta_rule, chunk_size=SHORT_CHUNK)
+    return model
 
 
-def batches(rows: list[Problem]) -> tuple[Tensor, Tensor]:
-    """(token ids, labels), each int64 [number of rows, T], padded on the right to the longest row."""
-    ids = [encode(row.prompt) + encode(row.answer) + [IDS[EOS]] for row in rows]
+def batch(rows: list[list[Problem]]) -> tuple[Tensor, Tensor]:
+    """(token ids, labels), each int64 [B, T], of rows of solved problems; padded on the right to the longest row."""
+    ids: list[list[int]] = []
+    labels: list[list[int]] = []
+    for row in rows:
+        ids.append([])
+        labels.append([])
+        for problem in row:
+            asked, answered = encode(problem.prompt), [*encode(problem.answer), IDS[EOS]]
+            ids[-1] += asked + answered
+            labels[-1] += [IGNORED] * len(asked) + answered
     width = max(map(len, ids))
-    ids_BT = torch.full((len(rows), width), IDS[PAD])
-    labels_BT = torch.full((len(rows), width), IGNORED)
-    for i, (row, sequence) in enumerate(zip(rows, ids, strict=True)):
-        ids_BT[i, : len(sequence)] = torch.tensor(sequence)
-        labels_BT[i, len(row.prompt) : len(sequence)] = torch.tensor(sequence[len(row.prompt) :])
+    ids_BT = torch.tensor([row + [IDS[PAD]] * (width - len(row)) for row in ids])
+    labels_BT = torch.tensor([row + [IGNORED] * (width - len(row)) for row in labels])
     return ids_BT, labels_BT
 
 
-def fit(model: PreTrainedModel, rows: list[Problem], recipe: RecipeConfig, progress: Progress) -> None:
-    """Train `model` in place for `recipe.steps` steps."""
-    ids, labels = batches(rows)
+def fit(model: PreTrainedModel, rows: list[Problem], task: TaskConfig, progress: Progress) -> None:
+    """Train `model` in place for `task.base.steps` steps; where a task has shots, on rows of so many problems more."""
+    recipe, in_row = task.base, 1 + task.shots
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
     for step in range(1, recipe.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, step)
-        chosen = torch.randint(len(rows), (recipe.batch_size,), generator=generator)
-        ids_BT, labels_BT = ids[chosen], labels[chosen]
+        chosen = torch.randint(len(rows), (recipe.batch_size, in_row), generator=generator)
+        ids_BT, labels_BT = batch([[rows[i] for i in row] for row in chosen.tolist()])
         logits = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(
             logits.flatten(0, 1),
@@ -127,8 +126,8 @@ def accuracy(model: PreTrainedModel, rows: list[Problem], *, temperature: float,
     """Share of `rows` answered exactly right, sampled at `temperature` (0 is greedy) with a seed of its own."""
     generator = torch.Generator().manual_seed(seed)
     right = 0
-    for length in sorted({len(row.prompt) for row in rows}):
-        group = [row for row in rows if len(row.prompt) == length]
+    for length in sorted({len(encode(row.prompt)) for row in rows}):
+        group = [row for row in rows if len(encode(row.prompt)) == length]
         ids_BT = torch.tensor([encode(row.prompt) for row in group])
         for _ in range(max(len(row.answer) for row in group) + 1):
             logits = model(input_ids=ids_BT, use_cache=False).logits[:, -1]

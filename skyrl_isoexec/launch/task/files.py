@@ -72,9 +72,7 @@ def prepare_data(launch: LaunchConfig, cfg: "SkyRLTrainConfig") -> None:
     """Write the embedded task's data into the run's folder; data that the user named is not touched."""
     if is_embedded(launch, cfg):
         data = launch.run_dir / DATA
-        forms(launch.task).write_data(
-            data / TRAIN_FILE, data / HELD_OUT_FILE, launch.task.digits, launch.task.held_out_one_in
-        )
+        forms(launch.task).write_data(data / TRAIN_FILE, data / HELD_OUT_FILE, launch.task)
 
 
 def prepare_checkpoint(launch: LaunchConfig, progress: Callable[[str], None] = print) -> Path:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_isoexec.launch.config import TaskConfig
 from skyrl_isoexec.launch.task.env import ENV_ID
+from skyrl_isoexec.launch.task.tokenizer import EOS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,17 @@ def problems(digits: int) -> Iterator[Problem]:
 
 def is_held_out(problem: Problem, one_in: int) -> bool:
     """Whether a problem belongs to the held-out part, about one in `one_in` of all problems."""
-    digest = hashlib.sha256(problem.prompt.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % one_in == 0
+    return _hash(problem) % one_in == 0
+
+
+def _hash(problem: Problem) -> int:
+    return int.from_bytes(hashlib.sha256(problem.prompt.encode()).digest()[:8], "big")
+
+
+def context(shots: int, train: list[Problem]) -> str:
+    """`shots` solved problems of the training part, as a model writes them; the same ones for every problem."""
+    chosen = sorted(train, key=_hash)[:shots]
+    return "".join(f"{problem.prompt}{problem.answer}{EOS}" for problem in chosen)
 
 
 def split(digits: int, one_in: int) -> tuple[list[Problem], list[Problem]]:
@@ -49,31 +60,32 @@ def split(digits: int, one_in: int) -> tuple[list[Problem], list[Problem]]:
     return train, held_out
 
 
-def row(problem: Problem) -> dict:
-    """A problem as a row of SkyRL's data format: messages, environment and what its reward is computed from."""
+def row(problem: Problem, before: str = "") -> dict:
+    """A problem, after a `context`, as a row of SkyRL's data format: messages, environment, and what its reward needs."""
     return {
         "data_source": "addition",
-        "prompt": [{"role": "user", "content": problem.prompt}],
+        "prompt": [{"role": "user", "content": before + problem.prompt}],
         "env_class": ENV_ID,
         "reward_spec": {"method": "rule", "ground_truth": problem.answer},
     }
 
 
-def write_jsonl(path: Path, rows: list[Problem]) -> None:
-    """Write problems to `path` at once: a reader sees the whole file or none."""
+def write_jsonl(path: Path, rows: list[Problem], before: str = "") -> None:
+    """Write problems, each after a `context`, to `path` at once: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row(problem)) + "\n" for problem in rows)
+            file.writelines(json.dumps(row(problem, before)) + "\n" for problem in rows)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
 
 
-def write_data(train_path: Path, held_out_path: Path, digits: int, one_in: int) -> None:
+def write_data(train_path: Path, held_out_path: Path, task: TaskConfig) -> None:
     """Write the training part and the held-out part to their paths."""
-    train, held_out = split(digits, one_in)
-    write_jsonl(train_path, train)
-    write_jsonl(held_out_path, held_out)
+    train, held_out = split(task.digits, task.held_out_one_in)
+    before = context(task.shots, train)
+    write_jsonl(train_path, train, before)
+    write_jsonl(held_out_path, held_out, before)

@@ -4,6 +4,7 @@ The chat template renders the content of the messages and nothing else: SkyRL al
 the bare characters of a problem.
 """
 
+import re
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -23,15 +24,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, bos_token=BOS, unk_token=UNK, model_max_length=64
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, bos_token=BOS, unk_token=UNK, model_max_length=1024
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a problem or an answer, without any special token. Raises KeyError for a foreign character."""
-    return [IDS[character] for character in text]
+    """Token ids of a problem or an answer, none added to it. Raises KeyError for a foreign character."""
+    return [IDS[symbol] for symbol in re.findall(r"<\w+>|[\s\S]", text)]
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from skyrl_isoexec.model.config import DecoderConfig
-from skyrl_isoexec.model.families import llama, mimo, qwen2, qwen3
+from skyrl_isoexec.model.families import llama, mimo, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from skyrl_isoexec.model.families.base import Family, Unsupported
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (qwen3, llama, qwen2, mimo)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (qwen3, llama, qwen2, mimo, qwen3_5, qwen3_moe, qwen3_5_moe)
+}
 OWN_ARCHITECTURE = "IsoExecForCausalLM"
 """Name under which an engine is asked for this model; it says nothing about the family."""
 
@@ -24,11 +26,11 @@ def detect(hf_config: Mapping[str, object]) -> Family:
     """Family of a Hugging Face configuration, from `architectures` and `model_type`, which must agree."""
     names = [name for name in hf_config.get("architectures") or () if name != OWN_ARCHITECTURE]
     kind = hf_config.get("model_type")
-    found = [f for f in FAMILIES.values() if kind == f.model_type or set(names) & set(f.architectures)]
-    agreed = [f for f in found if kind in (None, f.model_type) and set(names) <= set(f.architectures)]
+    found = [f for f in FAMILIES.values() if kind in f.model_types or set(names) & set(f.architectures)]
+    agreed = [f for f in found if kind in (None, *f.model_types) and set(names) <= set(f.architectures)]
     if len(agreed) == 1:
         return agreed[0]
-    known = "; ".join(f"{f.model_type}: {', '.join(f.architectures)}" for f in FAMILIES.values())
+    known = "; ".join(f"{', '.join(f.model_types)}: {', '.join(f.architectures)}" for f in FAMILIES.values())
     raise Unsupported(f"configuration has architectures = {names} and model_type = {kind!r}; supported: {known}")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from skyrl_isoexec.model.config import LLAMA3_KEYS, DecoderConfig
@@ -44,16 +45,61 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     """Names in the `architectures` field of its configurations."""
-    model_type: str
+    model_types: tuple[str, ...]
+    """Values of their `model_type`."""
     from_hf: Callable[..., DecoderConfig]
     """(hf_config, *, dtype=None) -> DecoderConfig."""
+    to_hf: Callable[[Mapping[str, object]], Mapping[str, object]] = dict
+    """hf_config -> the configuration of a checkpoint that holds the decoder's tensors alone, under its names."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors that are left out on purpose: pattern of the whole name (regular expression) -> reason."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensors under other names than the decoder's: pattern of the whole name -> template of its own."""
+
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors [E, N, K] of all experts that a checkpoint may have as matrices of each: pattern of the whole name ->
+    templates of the matrices that an expert's rows are, in order, with {expert} for its number."""
+
+    def pieces_of(self, name: str, num_experts: int) -> list[tuple[str, ...]]:
+        """For each expert, the names that its part of a tensor may come under; empty for what is never in pieces."""
+        matches = ((re.fullmatch(pattern, name), templates) for pattern, templates in self.pieces.items())
+        match, templates = next(((match, templates) for match, templates in matches if match), (None, ()))
+        if match is None:
+            return []
+        names = [match.expand(template) for template in templates]
+        return [tuple(each.format(expert=expert) for each in names) for expert in range(num_experts)]
+
+    def reason(self, name: str) -> str | None:
+        """Why a checkpoint's tensor is left out; None for one that is not."""
+        return next((why for pattern, why in self.ignored.items() if re.fullmatch(pattern, name)), None)
+
+    def own_name(self, name: str) -> str:
+        """The decoder's name of a checkpoint's tensor."""
+        matches = ((re.fullmatch(pattern, name), template) for pattern, template in self.renamed.items())
+        return next((found.expand(template) for found, template in matches if found), name)
 
 
 def refuse(family: str, name: str, value: object, supported: str) -> Unsupported:
     """The error for one field."""
     return Unsupported(f"{family}: configuration field {name} = {value!r} is not supported; supported: {supported}")
+
+
+def need(family: str, hf: Mapping[str, object], name: str) -> int | float:
+    """A field without a default; Unsupported if it is missing."""
+    if hf.get(name) is None:
+        raise Unsupported(f"{family}: configuration field {name} is missing; it has no default here")
+    return hf[name]
+
+
+def check_fields(
+    family: str, hf: Mapping[str, object], known: Set[str], fixed: Mapping[str, tuple[object, ...]]
+) -> None:
+    """Unsupported for the first field that is neither known nor empty, or that is fixed at another value."""
+    for name, value in hf.items():
+        if name in fixed and value not in fixed[name]:
+            raise refuse(family, name, value, " or ".join(map(repr, fixed[name])))
+        if name not in known | fixed.keys() and not (value is None or value is False or value in ("", [], {})):
+            raise refuse(family, name, value, "its absence: this field is unknown here and might change the arithmetic")
 
 
 def read_config(
@@ -65,52 +111,48 @@ def read_config(
     qk_norm: bool = False,
     implied_head_dim: bool = True,
     inert: frozenset[str] = frozenset(),
+    fixed: Mapping[str, tuple[object, ...]] | None = None,
+    more: Mapping[str, object] | None = None,
     dtype: str | None = None,
 ) -> DecoderConfig:
     """DecoderConfig of a Hugging Face configuration; Unsupported names the first field it cannot honour.
 
     `implied_head_dim`: an absent head_dim means hidden_size / num_attention_heads. `inert`: more fields without effect.
-    `dtype` overrides the configuration's own.
+    `fixed`: more fields that are supported at these values only. `more`: fields of the DecoderConfig that the family
+    has read itself, among them `intermediate_size` where no layer has a dense MLP. `dtype` overrides the
+    configuration's own.
     """
-    known = INERT | READ | inert | FIXED.keys()
-    for name, value in hf.items():
-        if name in FIXED and value not in FIXED[name]:
-            raise refuse(family, name, value, " or ".join(map(repr, FIXED[name])))
-        if name not in known and not (value is None or value is False or value in ("", [], {})):
-            raise refuse(family, name, value, "its absence: this field is unknown here and might change the arithmetic")
+    check_fields(family, hf, INERT | READ | inert, FIXED | dict(fixed or {}))
     _check_window(family, hf)
-    heads, hidden = _need(family, hf, "num_attention_heads"), _need(family, hf, "hidden_size")
+    heads, hidden = need(family, hf, "num_attention_heads"), need(family, hf, "hidden_size")
     head_dim = hf.get("head_dim")
     if head_dim is None:
         if not implied_head_dim or hidden % heads:
             raise refuse(family, "head_dim", None, f"an explicit value (hidden {hidden}, heads {heads})")
         head_dim = hidden // heads
     theta, scaling = _read_rope(family, hf)
+    own = dict(more or {})
+    if "intermediate_size" not in own:
+        own["intermediate_size"] = need(family, hf, "intermediate_size")
     return DecoderConfig(
         family=family,
-        vocab_size=_need(family, hf, "vocab_size"),
+        vocab_size=need(family, hf, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_need(family, hf, "intermediate_size"),
-        num_layers=_need(family, hf, "num_hidden_layers"),
+        num_layers=need(family, hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads if hf.get("num_key_value_heads") is None else hf["num_key_value_heads"],
         head_dim=head_dim,
-        rms_norm_eps=_need(family, hf, "rms_norm_eps"),
+        rms_norm_eps=need(family, hf, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position=_need(family, hf, "max_position_embeddings"),
+        max_position=need(family, hf, "max_position_embeddings"),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
         tied_head=bool(hf.get("tie_word_embeddings", False)),
         dtype=dtype or _read_dtype(family, hf),
+        **own,
     )
-
-
-def _need(family: str, hf: Mapping[str, object], name: str) -> int | float:
-    if hf.get(name) is None:
-        raise Unsupported(f"{family}: configuration field {name} is missing; it has no default here")
-    return hf[name]
 
 
 def _read_dtype(family: str, hf: Mapping[str, object]) -> str:
@@ -128,16 +170,17 @@ def _check_window(family: str, hf: Mapping[str, object]) -> None:
                 raise refuse(family, "layer_types", kind, "full_attention in every layer")
     elif hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
         first = hf.get("max_window_layers")
-        if first is None or first < _need(family, hf, "num_hidden_layers"):
+        if first is None or first < need(family, hf, "num_hidden_layers"):
             raise refuse(family, "sliding_window", hf["sliding_window"], "none in use (use_sliding_window false)")
 
 
 def _read_rope(family: str, hf: Mapping[str, object]) -> tuple[float, dict[str, float] | None]:
     """Base and scaling from either spelling: rope_parameters, or rope_theta with rope_scaling."""
-    merged = dict(hf.get("rope_scaling") or {})
-    for name, value in (hf.get("rope_parameters") or {}).items():
-        if merged.setdefault(name, value) != value:
-            raise refuse(family, f"rope_parameters.{name}", value, f"{merged[name]!r}, as rope_scaling says")
+    scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
+    merged = dict(scaling or parameters)
+    for name, value in parameters.items():
+        if name not in merged or merged[name] != value:
+            raise refuse(family, f"rope_parameters.{name}", value, f"{merged.get(name)!r}, as rope_scaling says")
     kind = merged.pop("rope_type", None)
     old = merged.pop("type", None)
     if kind is not None and old is not None and kind != old:

@@ -17,7 +17,7 @@ def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> Dec
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    model_type="llama",
+    model_types=("llama",),
     from_hf=from_hf,
     ignored={r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "recomputed from the configuration"},
 )

@@ -24,7 +24,7 @@ def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> Dec
 FAMILY = Family(
     name="mimo",
     architectures=("MiMoForCausalLM",),
-    model_type="mimo",
+    model_types=("mimo",),
     from_hf=from_hf,
     ignored={r"model\.mtp_layers\..*": "multi-token prediction, not part of the model's probabilities"},
 )

@@ -15,4 +15,4 @@ def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> Dec
     return read_config("qwen2", hf_config, qkv_bias=True, o_bias=False, dtype=dtype)
 
 
-FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), model_type="qwen2", from_hf=from_hf)
+FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), from_hf=from_hf)

@@ -16,4 +16,4 @@ def from_hf(hf_config: Mapping[str, object], *, dtype: str | None = None) -> Dec
     )
 
 
-FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), model_type="qwen3", from_hf=from_hf)
+FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), model_types=("qwen3",), from_hf=from_hf)

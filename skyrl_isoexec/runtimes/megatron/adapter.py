@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from ...model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from ...model.shard import Shard
 
 
 class MegatronDecoder(MegatronModule):
@@ -90,41 +94,40 @@ class MegatronDecoder(MegatronModule):
         return batch, length
 
     def _layers(self, x_TH: torch.Tensor, positions_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        kernels, scale = self.stage.kernels, self.stage.config.scale
-
-        def attend(_: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return kernels.attention(q_TND, k_TKD, v_TKD, cu_seqlens, scale)
-
+        sequences = self.stage.end_to_end(cu_seqlens)
         recompute = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
         for index in self.stage.layer_indices:
             if recompute:
 
                 def run(rows: torch.Tensor, index: int = index) -> torch.Tensor:
-                    return self.stage.layer(index, rows, positions_T, attend)
+                    return self.stage.layer(index, rows, positions_T, sequences)
 
                 x_TH = tensor_parallel.checkpoint(run, False, x_TH)
             else:
-                x_TH = self.stage.layer(index, x_TH, positions_T, attend)
+                x_TH = self.stage.layer(index, x_TH, positions_T, sequences)
         return x_TH
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Sharded tensors under the state dict's names; a last stage's copy of a tied embedding is a replica of it."""
+        """Sharded tensors under the state dict's names; a last stage's copy of a tied embedding is a replica of it.
+
+        A parameter that is cut in blocks is a tensor for each of them, `<name>.<i>`: so it loads at any degree.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = {
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+            "dp_cp_group": metadata["dp_cp_group"],
+        }
         tensors = {f"stage.{name}": p for name, p in self.stage.named_parameters()}
         axes = {f"stage.{n}": p.shard.dim for n, p in self.stage.named_parameters() if p.shard.dim is not None}
-        sharded = make_sharded_tensors_for_checkpoint(
-            tensors,
-            prefix,
-            axes,
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        sharded = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
         for name, parameter in self.stage.named_parameters():
+            key = f"{prefix}stage.{name}"
+            if parameter.shard.blocks:
+                sharded[key] = _by_block(sharded[key], parameter.shard, sharded_offsets, groups)
             if hasattr(parameter, "tied_to"):
-                copy = sharded[f"{prefix}stage.{name}"]
+                copy = sharded[key]
                 copy.key = f"{prefix}stage.{parameter.tied_to}"
                 copy.replica_id = (1, *copy.replica_id[1:])
         return sharded
@@ -135,3 +138,28 @@ class MegatronDecoder(MegatronModule):
         if self.pre_process and self.post_process and self.stage.config.tied_head:
             state.setdefault(f"stage.{HEAD_NAME}", state[f"stage.{EMBEDDING_NAME}"])
         return super().load_state_dict(state, strict=strict, assign=assign)
+
+
+def _by_block(
+    whole: ShardedTensor, shard: Shard, offsets: tuple, groups: Mapping[str, dist.ProcessGroup]
+) -> ShardedTensorFactory:
+    """A parameter, or one of its optimizer's states, as a sharded tensor for each block."""
+
+    @torch.no_grad()
+    def build(key: str, part: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        if flattened_range is not None:
+            raise ValueError(
+                f"{key} is cut in blocks {shard.blocks} and cannot be saved as the flat range {flattened_range}; "
+                "set distrib_optim_sharding_type to fully_reshardable or dp_reshardable"
+            )
+        return [
+            make_tp_sharded_tensor_for_checkpoint(
+                block, f"{key}.{i}", shard.dim, replica_id=replica_id, prepend_offsets=offsets, **groups
+            )
+            for i, block in enumerate(shard.split(part))
+        ]
+
+    def merge(blocks: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(blocks, shard.dim)
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

@@ -21,7 +21,7 @@ def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, se
     TypeError for a model that is not built from a contract.
     """
     stage = _decoder(module).stage
-    device = stage.cos_sin_PD.device  # a parameter of an offloaded trainer is elsewhere
+    device = stage.cos_sin_PR.device  # a parameter of an offloaded trainer is elsewhere
     with device:  # how arithmetic rounds is found out where the model computes
         found = decoder_facts(stage, decode(contract_text), PATCHED)
     if device.type == "cuda":

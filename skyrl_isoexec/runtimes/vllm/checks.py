@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.config import VllmConfig
 
 from skyrl_isoexec.contract import Contract
+from skyrl_isoexec.kernels.bundle import Kernels
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.facts import model_fields
 from skyrl_isoexec.model.families import lookup
-from skyrl_isoexec.runtimes.vllm.settings import WORKERS, EngineSettings
+from skyrl_isoexec.runtimes.vllm.pages import hybrid_page_size, state_bytes, token_bytes
+from skyrl_isoexec.runtimes.vllm.settings import (
+    ARCHITECTURE,
+    CACHE_MODE,
+    HYBRID_ARCHITECTURE,
+    WORKERS,
+    EngineSettings,
+)
 
 GRAPHS = ("NONE", "FULL_DECODE_ONLY")
 """Modes of vLLM's CUDA graphs in which a step is captured whole or not at all."""
@@ -24,8 +33,9 @@ def read_model_config(vllm_config: VllmConfig, settings: EngineSettings) -> Deco
 def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: EngineSettings) -> None:
     """Refuse (ValueError) options of the engine that this model does not compute exactly, naming them."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    block = settings.schedule.kv_block
+    block, architecture = settings.schedule.kv_block, HYBRID_ARCHITECTURE if config.hybrid else ARCHITECTURE
     rules = (
+        ("architectures", model.architecture, model.architecture == architecture, f"{architecture} for this model"),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
         ("quantization", model.quantization, model.quantization is None, "none"),
         ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto"),
@@ -45,12 +55,72 @@ def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: Engin
             f"at most max_position_embeddings = {config.max_position}",
         ),
     )
-    for name, value, holds, supported in (*rules, *_graph_rules(vllm_config)):
+    _apply(*rules, *_graph_rules(vllm_config))
+
+
+Rule = tuple[str, object, bool, str]
+"""(option, its value, whether that is supported, what is)."""
+
+
+def _apply(*rules: Rule) -> None:
+    for name, value, holds, supported in rules:
         if not holds:
             raise ValueError(f"engine option {name} = {value!r} is not supported; supported: {supported}")
 
 
-def _graph_rules(vllm_config: VllmConfig) -> tuple[tuple[str, object, bool, str], ...]:
+def check_pages(vllm_config: VllmConfig, config: DecoderConfig, kernels: Kernels) -> None:
+    """Refuse (ValueError) options with which vLLM would not page the states of a hybrid as this model computes them."""
+    if config.hybrid:
+        _apply(*_page_rules(vllm_config, config, kernels))
+
+
+def _page_rules(vllm_config: VllmConfig, config: DecoderConfig, kernels: Kernels) -> tuple[Rule, ...]:
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    caching, chunk = cache.enable_prefix_caching, kernels.schedule.gdn_chunk
+    tp, size = vllm_config.parallel_config.tensor_parallel_size, cache.block_size
+    needed, mode = hybrid_page_size(config, tp, kernels), CACHE_MODE if caching else "none"
+    amx = vllm_config.device_config.device_type == "cpu" and torch.cpu._is_amx_tile_supported()
+    off = "; vLLM turns it off for a hybrid on a CPU with AMX tiles: use another machine" if amx else ""
+    asked = cache.user_specified_mamba_block_size or cache.mamba_cache_mode != "none"
+    return (
+        ("block_size", size, size % chunk == 0, f"a multiple of schedule.gdn_chunk = {chunk}"),
+        (
+            "block_size",
+            size,
+            size * token_bytes(config, tp) >= state_bytes(config, tp, kernels),
+            f"{needed} and its multiples, where a page of keys and values has the {state_bytes(config, tp, kernels)} "
+            "bytes of a page of states",
+        ),
+        ("enable_prefix_caching", caching, caching or not asked, f"on with mamba_block_size or mamba_cache_mode{off}"),
+        (
+            "enable_chunked_prefill",
+            scheduler.enable_chunked_prefill,
+            scheduler.enable_chunked_prefill or not amx,
+            f"on{off}",
+        ),
+        ("mamba_cache_mode", cache.mamba_cache_mode, cache.mamba_cache_mode == mode, mode),
+        (
+            "mamba_block_size",
+            cache.mamba_block_size,
+            not caching or (cache.user_specified_mamba_block_size and cache.mamba_block_size == size),
+            f"block_size = {size}, said in so many words",
+        ),
+        (
+            "disable_hybrid_kv_cache_manager",
+            scheduler.disable_hybrid_kv_cache_manager,
+            not scheduler.disable_hybrid_kv_cache_manager,
+            "off",
+        ),
+        (
+            "num_hidden_layers",
+            config.num_layers,
+            config.num_layers >= config.full_attention_interval,
+            f"at least full_attention_interval = {config.full_attention_interval}: one layer attends",
+        ),
+    )
+
+
+def _graph_rules(vllm_config: VllmConfig) -> tuple[Rule, ...]:
     """Rules of an engine on a GPU, where vLLM would compile a model, and choose a runner, of its own."""
     if vllm_config.device_config.device_type != "cuda":
         return ()

@@ -8,8 +8,10 @@ import torch
 
 from skyrl_isoexec.model.facts import Fact, decoder_facts
 from skyrl_isoexec.model.probe import probe
-from skyrl_isoexec.runtimes.vllm.install import BACKEND, installed_log_softmax
-from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, TRANSFER_BACKEND
+from skyrl_isoexec.model.sequences import gdn_heads
+from skyrl_isoexec.runtimes.vllm.install import BACKEND, MODELS, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.pages import state_shapes
+from skyrl_isoexec.runtimes.vllm.settings import TRANSFER_BACKEND
 from skyrl_isoexec.runtimes.vllm.steps import without_rehearsal
 
 PATCHED = ("vllm",)
@@ -23,19 +25,24 @@ def plugin_facts() -> dict[str, bool]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return {
-        "plugin.architecture": ARCHITECTURE in ModelRegistry.models,
+        "plugin.architecture": ModelRegistry.models.keys() >= MODELS.keys(),
         "plugin.attention": AttentionBackendEnum.CUSTOM.get_path() == BACKEND,
         "plugin.transfer": TRANSFER_BACKEND in WeightTransferEngineFactory._registry,
     }
 
 
 def engine_facts(worker: Any) -> dict[str, Fact]:
-    """Options of vLLM as they are after its own defaults and corrections, and the type of the live cache."""
+    """Options of vLLM as they are after its own defaults and corrections, and the type of the live cache.
+
+    A hybrid has one more: how states are cached.
+    """
     config, model = worker.vllm_config, worker.model_runner.get_model()
     cache, scheduler, kind = config.cache_config, config.scheduler_config, type(worker)
+    hybrid = {"engine.mamba_cache_mode": cache.mamba_cache_mode} if model.config.hybrid else {}
     return {
+        **hybrid,
         "engine.block_size": cache.block_size,
-        "engine.cache_dtype": str(model.pages[0].kv_cache.dtype).removeprefix("torch."),
+        "engine.cache_dtype": str(model.pages[model.last_attention].kv_cache.dtype).removeprefix("torch."),
         "engine.enable_chunked_prefill": scheduler.enable_chunked_prefill,
         "engine.enable_prefix_caching": cache.enable_prefix_caching,
         "engine.enforce": getattr(getattr(worker, "isoexec_settings", None), "enforce", False),
@@ -59,7 +66,22 @@ def foreign_processors(worker: Any) -> str:
 
 def own_attention(model: Any) -> bool:
     """Whether every layer attends over its pages with the model's kernels and scale."""
-    return all(p.impl.kernels is model.kernels and p.impl.scale == model.config.scale for p in model.pages)
+    pages = [p for layer, p in enumerate(model.pages) if model.config.attends(layer)]
+    return all(p.impl.kernels is model.kernels and p.impl.scale == model.config.scale for p in pages)
+
+
+def own_recurrence(model: Any) -> bool:
+    """Whether every other layer keeps its states with the model's kernels and heads, and as these lay them out."""
+    pages = [p for layer, p in enumerate(model.pages) if not model.config.attends(layer)]
+    if not pages:
+        return True
+    heads, shapes = gdn_heads(model.config, model.axis.size), state_shapes(model.config, model.axis.size, model.kernels)
+    return all(
+        p.kernels is model.kernels
+        and p.heads == heads
+        and tuple((tuple(state.shape[1:]), state.dtype) for state in p.kv_cache) == shapes
+        for p in pages
+    )
 
 
 def device_facts(worker: Any) -> dict[str, Fact]:
@@ -89,7 +111,7 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
         **(device_facts(worker) if device.type == "cuda" else {}),
         "runtime": "vllm",
         "model.class": type(model).__name__,
-        "model.one_place": found["model.one_place"] and own_attention(model),
+        "model.one_place": found["model.one_place"] and own_attention(model) and own_recurrence(model),
         "degree.tp": get_tp_group().world_size,
         "degree.pp": get_pp_group().world_size,
         "plugin.log_softmax": installed_log_softmax() is model.kernels.logprobs,
@@ -98,7 +120,7 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
 
 def _model(worker: Any) -> Any:
     model = worker.model_runner.get_model()
-    if type(model).__name__ != ARCHITECTURE:
+    if type(model).__name__ not in MODELS:
         raise TypeError(f"a {type(model).__name__} is not built from a contract and has no facts")
     return model
 

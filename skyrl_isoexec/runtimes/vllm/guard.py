@@ -12,8 +12,8 @@ one, even of the same epoch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from skyrl_isoexec.runtimes.vllm.sampling import SCORED, changes, scored
 
@@ -156,38 +156,52 @@ class Guard:
             self.barred.pop(request, None)
 
 
-def review(guard: Guard, step: Any, page_size: int) -> None:
+class Group(NamedTuple):
+    """Layers that share the pages of a request."""
+
+    page_size: int
+    """Tokens of a page."""
+    recurrent: bool = False
+    """A page holds a state: what is read of a prefix is its last page, and vLLM names no others."""
+
+
+def review(guard: Guard, step: Any, groups: Sequence[Group]) -> None:
     """Refuse (GuardError) a step of vLLM's scheduler, a `SchedulerOutput`, that `guard` does not allow.
 
-    Costs a loop over new requests and new pages. A refusal leaves nothing committed.
+    `groups` are the engine's, in its order. Costs a loop over new requests and new pages. A refusal leaves nothing
+    committed.
     """
     try:
-        _review(guard, step, page_size)
+        _review(guard, step, groups)
     except GuardError as error:
         guard.invalidate(f"a step was refused ({str(error).removeprefix(MARK).strip()})")
         raise
 
 
-def _review(guard: Guard, step: Any, page_size: int) -> None:
+def _review(guard: Guard, step: Any, groups: Sequence[Group]) -> None:
     guard.finish(step.finished_req_ids)
     for new in step.scheduled_new_reqs:
         guard.admit(new.req_id, new.sampling_params)
     guard.proceed(step.num_scheduled_tokens.keys())
     hits: list[tuple[str, list[int]]] = []
     for new in step.scheduled_new_reqs:
-        hits += _start(guard, new.req_id, new.block_ids, -(-new.num_computed_tokens // page_size))
+        hits += _start(guard, new.req_id, new.block_ids, groups, new.num_computed_tokens)
     cached = step.scheduled_cached_reqs
     for request, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-        if blocks is None:
-            continue
-        count = -(-computed // page_size) if request in cached.resumed_req_ids else 0
-        hits += _start(guard, request, blocks, count)
+        if blocks is not None:
+            hits += _start(guard, request, blocks, groups, computed if request in cached.resumed_req_ids else 0)
     for request, pages in hits:  # after all writes: a request may hit what another writes in the same step
         guard.hit(request, pages)
 
 
-def _start(guard: Guard, request: str, blocks: tuple[list[int], ...], count: int) -> list[tuple[str, list[int]]]:
-    """Touches all pages but the first `count` of each group of layers; returns those."""
-    for pages in blocks:
+def _start(
+    guard: Guard, request: str, blocks: tuple[list[int], ...], groups: Sequence[Group], computed: int
+) -> list[tuple[str, list[int]]]:
+    """Touches the pages behind the `computed` tokens of a prefix; returns those of the prefix that are read."""
+    hits = []
+    for pages, group in zip(blocks, groups, strict=True):
+        count = -(-computed // group.page_size)
         guard.touch(pages[count:])
-    return [(request, pages[:count]) for pages in blocks if count]
+        if count:
+            hits.append((request, pages[count - 1 : count] if group.recurrent else pages[:count]))
+    return hits

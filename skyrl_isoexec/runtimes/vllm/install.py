@@ -1,6 +1,6 @@
 """The entry point of the plugin, and the one function that changes vLLM's behaviour in a worker process.
 
-`register` runs in every process of every engine, so it only adds names: an architecture, an attention backend, a
+`register` runs in every process of every engine, so it only adds names: two architectures, an attention backend, a
 format of configurations and a way to transfer weights. An engine that asks for none of them computes what it did.
 `install_log_softmax` is called by our model when a worker builds it.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, CONFIG_FORMAT, TRANSFER_BACKEND
+from skyrl_isoexec.runtimes.vllm.settings import ARCHITECTURE, CONFIG_FORMAT, HYBRID_ARCHITECTURE, TRANSFER_BACKEND
 
-MODEL = "skyrl_isoexec.runtimes.vllm.adapter:IsoExecForCausalLM"
+MODELS = {name: f"skyrl_isoexec.runtimes.vllm.adapter:{name}" for name in (ARCHITECTURE, HYBRID_ARCHITECTURE)}
 BACKEND = "skyrl_isoexec.runtimes.vllm.attention.PagedBackend"
 ENGINE = ("skyrl_isoexec.runtimes.vllm.weights", "GlooWeightTransferEngine")
 
@@ -25,8 +25,9 @@ def register() -> None:
     from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, register_config_parser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if ARCHITECTURE not in ModelRegistry.models:
-        ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    for architecture, model in MODELS.items():
+        if architecture not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, model)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
         from skyrl_isoexec.runtimes.vllm.parser import DataConfigParser

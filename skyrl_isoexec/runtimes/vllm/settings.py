@@ -17,6 +17,8 @@ from skyrl_isoexec.kernels.selection import select
 from skyrl_isoexec.schedule import Schedule
 
 ARCHITECTURE = "IsoExecForCausalLM"
+HYBRID_ARCHITECTURE = "IsoExecHybridForCausalLM"
+"""The name for a model with recurrent layers."""
 KEY = "isoexec"
 FACTS_EXTENSION = "skyrl_isoexec.runtimes.vllm.facts.FactsExtension"
 TRANSFER_BACKEND = "gloo"
@@ -48,8 +50,27 @@ CUDA_ENVIRONMENT = {
 """The same for a CUDA engine. The first sampler gives no log-probabilities and compiles itself at run time; the second
 runner does not pass through the sampler whose log-softmax is ours."""
 
+CACHE_MODE = "all"
+"""vLLM's `mamba_cache_mode` with a prefix cache: a state for every page; without one it is "none"."""
+
 COMPILATION = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 """`compilation_config` of a CUDA engine: vLLM compiles nothing, captures decode steps whole, runs others eagerly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridPages:
+    """How the cache of a model with recurrent layers is paged."""
+
+    page_size: int
+    """Tokens of a page: at least `pages.hybrid_page_size`, and a multiple of it is always one."""
+    prefix_caching: bool
+    """Whether the engine was told to find cached prefixes; without, a sequence has one page of states."""
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The engine's arguments for it. vLLM takes no size of states from an engine without a prefix cache."""
+        if not self.prefix_caching:
+            return {"block_size": self.page_size}
+        return {"block_size": self.page_size, "mamba_block_size": self.page_size, "mamba_cache_mode": CACHE_MODE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +125,28 @@ class EngineSettings:
         schedule = Schedule.from_dict(dict(given["schedule"]))
         return cls(family=given["family"], kernels=given["kernels"], schedule=schedule, enforce=given["enforce"])
 
-    def engine_arguments(self, *, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    def engine_arguments(self, *, dtype: str, device: str = "cpu", hybrid: HybridPages | None = None) -> dict[str, Any]:
         """Arguments of vLLM's engine that select this model; the caller adds its own sizes, degrees and sampling mode.
 
-        `dtype` is explicit because vLLM's "auto" turns a float32 checkpoint into bfloat16 on the CPU.
+        `dtype` is explicit because vLLM's "auto" turns a float32 checkpoint into bfloat16 on the CPU. `hybrid` is for a
+        model with recurrent layers, and no other: ValueError if a contract says otherwise.
         """
+        interval = 1 if self.decoded is None else self.decoded.model.fields.get("full_attention_interval", 1)
+        if self.decoded is not None and (interval != 1) != (hybrid is not None):
+            raise ValueError(
+                f"hybrid is {hybrid!r}, the contract says model.full_attention_interval = {interval}; pages of states "
+                "are for models in which it is not 1"
+            )
         parser = {"config_format": CONFIG_FORMAT} if self.family in STAND_INS else {}
         arguments = parser | {
             "dtype": dtype,
-            "hf_overrides": {"architectures": [ARCHITECTURE]},
+            "hf_overrides": {"architectures": [ARCHITECTURE if hybrid is None else HYBRID_ARCHITECTURE]},
             "additional_config": {KEY: self.to_dict()},
             "worker_cls": worker_class(device),
             "worker_extension_cls": FACTS_EXTENSION,
         }
+        if hybrid is not None:
+            arguments |= hybrid.engine_arguments()
         return arguments if device == "cpu" else arguments | {"compilation_config": dict(COMPILATION)}
 
 

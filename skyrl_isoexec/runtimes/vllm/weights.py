@@ -8,7 +8,6 @@ a set that is not complete: an engine never computes with half an update.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ MAX_NAMES = 20
 
 
 class WeightLoader:
-    """Tensors under Hugging Face names into one decoder; each rank keeps its part, at the same address."""
+    """Tensors under the names of a family's checkpoints into one decoder; each rank keeps its part, in place."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.shapes = decoder, layout(decoder.config)
@@ -49,7 +48,7 @@ class WeightLoader:
             if len(list(module.parameters(recurse=False))) > 1
         }
         """Parameters of modules with several: vLLM puts those in place when all have come."""
-        self.rules = lookup(decoder.config.family).ignored
+        self.family = lookup(decoder.config.family)
         self.received: set[str] = set()
         self.complete = False
         self.held_back = False
@@ -67,9 +66,10 @@ class WeightLoader:
             self.on_write()
         if not self.received:
             self.held_back = any(getattr(*home).is_meta for homes in self.homes.values() for home in homes)
-        for name, tensor in tensors:
-            if any(re.fullmatch(pattern, name) for pattern in self.rules):
+        for given, tensor in tensors:
+            if self.family.reason(given) is not None:
                 continue
+            name = self.family.own_name(given)
             if self.decoder.config.tied_head and name == HEAD_NAME:
                 self._tied_head = tensor.clone()
                 continue
@@ -129,6 +129,7 @@ class WeightLoader:
             name: {
                 "dim": p.shard.dim,
                 "parts": p.shard.parts,
+                "blocks": list(p.shard.blocks),
                 "rank": rank if p.shard.dim is not None else 0,
                 "shape": list(p.shape),
                 "dtype": str(p.dtype).removeprefix("torch."),
@@ -147,7 +148,7 @@ class WeightLoader:
         stale = [name for name, module in self.decoder.named_modules() if not _packed_is_fresh(module)]
         if stale:
             raise LoadError(f"layouts derived from other weights than those in place: {', '.join(stale[:MAX_NAMES])}")
-        if not torch.equal(bit_view(self.decoder.cos_sin_PD.cpu()), bit_view(expected_table(self.decoder))):
+        if not torch.equal(bit_view(self.decoder.cos_sin_PR.cpu()), bit_view(expected_table(self.decoder))):
             raise LoadError("the rotary table in memory is not the one that the configuration gives")
 
 

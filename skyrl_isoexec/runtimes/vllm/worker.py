@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from skyrl_isoexec.runtimes.vllm.guard import Guard, GuardError, review
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from skyrl_isoexec.runtimes.vllm.guard import Group, Guard, GuardError, review
 from skyrl_isoexec.runtimes.vllm.sampling import contract_temperature
 from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
 
@@ -53,8 +55,13 @@ class Guarded:
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """As vLLM's; GuardError for a step that the committed weights do not serve."""
         if self.isoexec_settings.enforce:
-            review(self.isoexec_guard, scheduler_output, self.cache_config.block_size)
+            review(self.isoexec_guard, scheduler_output, self.isoexec_groups())
         return super().execute_model(scheduler_output)
+
+    def isoexec_groups(self) -> list[Group]:
+        """Of layers, as the live cache is paged."""
+        specs = [group.kv_cache_spec for group in self.model_runner.kv_cache_config.kv_cache_groups]
+        return [Group(spec.block_size, isinstance(spec, MambaSpec)) for spec in specs]
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         """As vLLM's; tensors in another format than a checkpoint's would pass by our loader."""

@@ -1,25 +1,101 @@
-"""One rank of the unified model in Megatron's stack. Run as a script: LAYOUT CHECKPOINT OUTPUT, with torch's variables.
+"""Ranks of the unified model in Megatron's stack, run by `main` in a process of its own.
 
-Scores a fixed batch (no gradients), probes, trains two steps with recomputation and the distributed optimizer, scores
-again, saves, trains a third step, loads into a fresh model, trains the third step once more, and exports.
+It imports everything once and forks the ranks of one case after the other; each writes what it found, or why it failed.
+A rank scores fixed batches (no gradients), probes, trains two steps with recomputation and the distributed optimizer,
+scores again, saves, trains a third step, loads into a fresh model, trains the third step once more, and exports. One of
+`reshard` saves at one tensor-parallel size and loads at others.
 """
 
-import sys
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-LAYOUTS = {"single": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)}
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 32,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+HYBRID = DENSE | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
+MODELS = {"dense": DENSE, "hybrid": HYBRID}
+"""Configurations; the stages of a hybrid at pp2 are two delta rules, and one with an attention."""
+LAYOUTS = {"single": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "reshard": (2, 1, 4)}
+"""Tensor- and pipeline-parallel size, number of ranks."""
+CASES = [
+    "dense-single-float32",
+    "dense-single-bfloat16",
+    "dense-tp2-float32",
+    "dense-tp2-bfloat16",
+    "dense-pp2-float32",
+    "dense-dp2-float32",
+    "hybrid-single-float32",
+    "hybrid-tp2-bfloat16",
+    "hybrid-pp2-float32",
+]
+RESHARD = "hybrid-reshard-float32"
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-ROWS, LENGTH, VOCABULARY, LEAVES = 4, 12, 32, 4
+ROWS, LENGTH, VOCABULARY, LEAVES, CHUNK = 4, 36, 32, 4, 16
+RAGGED = (31, 32, 33, 5)
+"""Lengths of the sequences that are padded, and packed: around the end of a chunk."""
+Micro = tuple[torch.Tensor, Sequence[int] | None]
+"""Token ids, and, if they are packed sequences, where those start and end."""
 
 
 def batches() -> list[torch.Tensor]:
     """Two micro-batches of token ids [2, LENGTH]."""
     generator = torch.Generator().manual_seed(3)
     return list(torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator).split(2))
+
+
+def sequences() -> list[torch.Tensor]:
+    """The batches' rows, cut to their lengths."""
+    return [row[:length] for row, length in zip(torch.cat(batches()), RAGGED, strict=True)]
+
+
+def padded(token: int) -> torch.Tensor:
+    """The sequences [ROWS, LENGTH], left-aligned, each followed by that token."""
+    ids = torch.full((ROWS, LENGTH), token)
+    for row, sequence in zip(ids, sequences(), strict=True):
+        row[: len(sequence)] = sequence
+    return ids
+
+
+def packed() -> Micro:
+    """The sequences end to end [1, T], each padded to a multiple of four."""
+    whole = [torch.nn.functional.pad(sequence, (0, -len(sequence) % 4), value=9) for sequence in sequences()]
+    bounds = [0, *torch.tensor([len(one) for one in whole]).cumsum(0).tolist()]
+    return torch.cat(whole)[None], bounds
 
 
 class Trainer:
@@ -33,35 +109,45 @@ class Trainer:
         from skyrl_isoexec.runtimes.megatron.logprob import token_logprobs
         from skyrl_isoexec.schedule import Schedule
 
-        schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32)
+        schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32, gdn_chunk=CHUNK)
         module = build(checkpoint, "cpu", schedule, dtype=dtype, config_overrides=RECOMPUTE)
         self.model = distribute(module, {})
         stage = module.stage
         self.logprobs = token_logprobs(stage.kernels, stage.axis, LEAVES)
         half = dtype == "bfloat16"
         options = OptimizerConfig(
-            optimizer="adam", lr=1e-2, bf16=half, params_dtype=stage.cos_sin_PD.dtype, use_distributed_optimizer=True
+            optimizer="adam", lr=1e-2, bf16=half, params_dtype=stage.cos_sin_PR.dtype, use_distributed_optimizer=True
         )
         options.params_dtype = torch.bfloat16 if half else torch.float32
         self.optimizer = get_megatron_optimizer(options, [self.model])
         module.config.finalize_model_grads_func = finalize_model_grads
         module.config.grad_scale_func = self.optimizer.scale_loss
 
-    def run(self, micro: list[torch.Tensor], *, train: bool) -> torch.Tensor | None:
-        """Token log-probabilities [ROWS, LENGTH - 1] on the last stage; with `train` also one optimizer step."""
+    def run(
+        self, micro: Sequence[torch.Tensor | Micro], *, train: bool, lengths: Sequence[int] = (), step: bool = True
+    ) -> torch.Tensor | None:
+        """Token log-probabilities [rows, T - 1] on the last stage; with `train` also gradients and an optimizer step.
+
+        The loss counts only the tokens of a row that are within `lengths`, if they are given.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        micro = [one if isinstance(one, tuple) else (one, None) for one in micro]
         self.model.train(train)
         if train:
             self.model.zero_grad_buffer()
 
         def loss(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
             values = self.logprobs(logits[:, :-1].contiguous(), ids[:, 1:].contiguous())
-            return -values.mean(), {"logprobs": values.detach()}
+            counted = [row[: length - 1] for row, length in zip(values, lengths, strict=True)] if lengths else [values]
+            return -torch.cat([part.flatten() for part in counted]).mean(), {"logprobs": values.detach()}
 
-        def forward(iterator, model):
-            ids = next(iterator)
-            return model(ids), partial(loss, ids)
+        def forward(iterator: Iterator[Micro], model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
+            ids, bounds = next(iterator)
+            bounds = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+            how = None if bounds is None else PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=bounds)
+            return model(ids, packed_seq_params=how), partial(loss, ids)
 
         with torch.set_grad_enabled(train):
             found = get_forward_backward_func()(
@@ -73,10 +159,15 @@ class Trainer:
                 micro_batch_size=2,
                 forward_only=not train,
             )
-        if train:
+        if train and step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return torch.cat([one["logprobs"] for one in found]) if found else None
+
+    def gradients(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of the tokens within RAGGED, by name."""
+        self.run([ids], train=True, lengths=RAGGED, step=False)
+        return {name: p.main_grad.clone() for name, p in self.model.module.stage.named_parameters()}
 
     def sharded(self, *, loading: bool) -> dict:
         """What Megatron's distributed checkpoint saves and loads."""
@@ -88,44 +179,113 @@ class Trainer:
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
+    def save(self, folder: Path) -> None:
+        """A distributed checkpoint; collective."""
+        from megatron.core import dist_checkpointing
 
-def main(layout: str, dtype: str, checkpoint: str, output: str) -> None:
-    """The script; rank files of results are written to `output`."""
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(self.sharded(loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        """The model and the optimizer of a distributed checkpoint; collective."""
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(self.sharded(loading=True), str(folder))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def train(checkpoint: str, dtype: str, output: Path) -> dict:
+    """The results of one rank."""
+    from megatron.core import parallel_state
 
     from skyrl_isoexec.runtimes.megatron.facts import probe
     from skyrl_isoexec.runtimes.megatron.weights import export, shapes
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    tp, pp = LAYOUTS[layout]
-    parallel_state.initialize_model_parallel(tp, pp)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     micro = batches()
-    size = parallel_state.get_data_parallel_world_size()
-    mine = micro[parallel_state.get_data_parallel_rank() :: size]
+    mine = micro[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     trainer = Trainer(checkpoint, dtype)
     result = {"before": trainer.run(micro, train=False), "probe": probe(trainer.model)}
+    result["padded"] = trainer.run([padded(0)], train=False)
+    result["packed"] = trainer.run([packed()], train=False)
+    result["gradients"] = [trainer.gradients(padded(token)) for token in (0, 17, 0)]
     result["training"] = [trainer.run(mine, train=True) for _ in range(2)]
     result["after"] = trainer.run(micro, train=False)
-    saved = Path(output) / "saved"
-    if dist.get_rank() == 0:
-        saved.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(trainer.sharded(loading=False), str(saved))
+    trainer.save(output / "saved")
     trainer.run(mine, train=True)
     result["third"] = dict(export(trainer.model))
     fresh = Trainer(checkpoint, dtype)
-    state = dist_checkpointing.load(fresh.sharded(loading=True), str(saved))
-    fresh.model.load_state_dict(state["model"])
-    fresh.optimizer.load_state_dict(state["optimizer"])
+    fresh.load(output / "saved")
     fresh.run(mine, train=True)
     result["resumed"] = dict(export(fresh.model))
     result["shapes"] = shapes(trainer.model)
-    torch.save(result, Path(output) / f"rank{dist.get_rank()}.pt")
+    return result
+
+
+def reshard(checkpoint: str, dtype: str, output: Path) -> dict:
+    """Weights and saved tensors of two tensor ranks after two steps, then of one and of four that loaded those."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    from skyrl_isoexec.runtimes.megatron.weights import export
+
+    trainer = Trainer(checkpoint, dtype)
+    for _ in range(2):
+        trainer.run(batches(), train=True)
+    trainer.save(output / "tp2")
+    result = {2: (dict(export(trainer.model)), load_plain_tensors(str(output / "tp2")))}
+    for size in (1, 4):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(size)
+        other = Trainer(checkpoint, dtype)
+        other.load(output / "tp2")
+        other.save(output / f"tp{size}")
+        result[size] = dict(export(other.model)), load_plain_tensors(str(output / f"tp{size}"))
+    return result
+
+
+def rank(case: str, checkpoints: Path, output: Path) -> None:
+    """One rank of a case, in a process of its own with torch's variables."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, layout, dtype = case.split("-")
+    parallel_state.initialize_model_parallel(*LAYOUTS[layout][:2])
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    found = (reshard if layout == "reshard" else train)(str(checkpoints / model), dtype, output)
+    torch.save(found, output / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def attempt(case: str, index: int, port: int, checkpoints: Path, output: Path) -> None:
+    """One rank, or why it failed."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(index)}
+    os.environ["WORLD_SIZE"] = str(LAYOUTS[case.split("-")[1]][2])
+    try:
+        rank(case, checkpoints, output)
+    except BaseException:
+        (output / f"error{index}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def main(checkpoints: str, output: str, *cases: str) -> None:
+    """Run all ranks of these cases on a folder of checkpoints; results go to a folder for each case."""
+    import skyrl_isoexec.runtimes.megatron.install  # noqa: F401
+
+    forked = multiprocessing.get_context("fork")
+    for case in cases:
+        folder = Path(output) / case
+        folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        given = (port, Path(checkpoints), folder)
+        ranks = [forked.Process(target=attempt, args=(case, i, *given)) for i in range(LAYOUTS[case.split("-")[1]][2])]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()

@@ -1,16 +1,19 @@
 """The trainer's model in Megatron's stack: one rank, two tensor, pipeline or data ranks, the same log-probabilities.
 
-Each layout runs once per dtype in its own processes (`ranks.py`); the tests read what the ranks wrote.
+Each case runs once, in processes of its own (`ranks.py`); the tests read what its ranks wrote.
 """
 
 import os
-import socket
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, ROWS, batches, packed, sequences
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families
@@ -20,110 +23,117 @@ from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.schedule.bits import count_mismatches
 from skyrl_isoexec.schedule.schedule import Schedule
 
-HF = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-}
-COMPARED = 4 * 11
-CASES = [("single", "float32"), ("tp2", "float32"), ("pp2", "float32"), ("dp2", "float32"), ("tp2", "bfloat16")]
-CASES += [("single", "bfloat16")]
+COMPARED = ROWS * (LENGTH - 1)
+Results = Callable[[str], list[dict]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a random checkpoint of each model."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, hf in MODELS.items():
+        tensors = checkpoint.random_tensors(families.from_hf(hf, dtype="float32"), seed=5, std=0.3)
+        checkpoint.save(folder / name, hf, tensors)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with a tied head."""
-    path = tmp_path_factory.mktemp("checkpoint") / "model"
-    checkpoint.save(path, HF, checkpoint.random_tensors(families.from_hf(HF, dtype="float32"), seed=5, std=0.3))
-    return path
+def outputs(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what the ranks of every case wrote."""
+    folder = tmp_path_factory.mktemp("outputs")
+    settings = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = "import sys, ranks; ranks.main(*sys.argv[1:])"  # no script, which Megatron's own processes would import
+    command = [sys.executable, "-c", run, checkpoints, folder, *CASES, RESHARD]
+    subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | settings, check=True, timeout=600)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Each case's results, one entry a rank."""
-    found = {}
-    for layout, dtype in CASES:
-        output, world = tmp_path_factory.mktemp(layout + dtype), 1 if layout == "single" else 2
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        shared |= {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), layout, dtype, str(folder), str(output)]
-        ranks = [
-            subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-            for rank in range(world)
-        ]
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-3000:] for error in errors)
-        files = [output / f"rank{rank}.pt" for rank in range(world)]
-        found[layout, dtype] = [torch.load(file, weights_only=False) for file in files]
-    return found
+def results(outputs: Path) -> Results:
+    """A case -> what each of its ranks found."""
+
+    @cache
+    def read(case: str) -> list[dict]:
+        errors = [path.read_text()[-3000:] for path in sorted((outputs / case).glob("error*.txt"))]
+        assert not errors, "\n".join(errors)
+        files = sorted((outputs / case).glob("rank*.pt"))
+        assert files
+        return [torch.load(file, weights_only=False) for file in files]
+
+    return read
 
 
-def decoder(folder: Path, dtype: str) -> Decoder:
+def decoder(checkpoints: Path, case: str) -> Decoder:
     """The decoder alone, of one rank."""
-    from ranks import LEAVES
-
-    schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32)
-    made = Decoder(families.from_hf(HF, dtype=dtype), load_kernels("cpu", schedule), SingleAxis(), schedule)
-    checkpoint.load(made, checkpoint.iter_tensors(folder))
+    model, _, dtype = case.split("-")
+    schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32, gdn_chunk=CHUNK)
+    config = families.from_hf(MODELS[model], dtype=dtype)
+    made = Decoder(config, load_kernels("cpu", schedule), SingleAxis(), schedule)
+    checkpoint.load(made, checkpoint.iter_tensors(checkpoints / model))
     return made
 
 
-def plain(folder: Path, dtype: str) -> torch.Tensor:
-    """The same log-probabilities from the decoder alone, row by row."""
-    from ranks import batches
-
-    model = decoder(folder, dtype)
-    rows, kernels = [], model.kernels
-    for ids in torch.cat(batches()):
-        cu = torch.tensor([0, len(ids)], dtype=torch.int32)
-        attend = lambda _, q, k, v, cu=cu: kernels.attention(q, k, v, cu, model.config.scale)  # noqa: E731
-        with torch.no_grad():
-            logits = model.logits(model.layers(model.embed(ids), torch.arange(len(ids)), attend))
-        rows.append(kernels.token_logprobs(logits[:-1].contiguous(), ids[1:]))
-    return torch.stack(rows)
+@torch.no_grad()
+def plain(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [T - 1] of a sequence's tokens from the decoder alone."""
+    cu = torch.tensor([0, len(ids)], dtype=torch.int32)
+    logits = model.logits(model.layers(model.embed(ids), torch.arange(len(ids)), model.end_to_end(cu)))
+    return model.kernels.token_logprobs(logits[:-1].contiguous(), ids[1:])
 
 
-@pytest.fixture(autouse=True)
-def _ranks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+@pytest.mark.parametrize("case", CASES)
+def test_scores_equal_the_plain_decoder(case: str, results: Results, checkpoints: Path) -> None:
+    model = decoder(checkpoints, case)
+    expected = torch.stack([plain(model, ids) for ids in torch.cat(batches())])
+    assert count_mismatches(results(case)[-1]["before"], expected) == (0, COMPARED)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_scores_equal_the_plain_decoder(case: tuple[str, str], results: dict, folder: Path) -> None:
-    last = results[case][-1]
-    assert count_mismatches(last["before"], plain(folder, case[1])) == (0, COMPARED)
+@pytest.mark.parametrize("case", CASES)
+def test_padding_and_packing_change_no_score(case: str, results: Results, checkpoints: Path) -> None:
+    """Rows after a sequence, and sequences before and after it."""
+    model, found = decoder(checkpoints, case), results(case)[-1]
+    bounds, compared = packed()[1], 0
+    for index, ids in enumerate(sequences()):
+        expected = plain(model, ids)
+        for row in (found["padded"][index], found["packed"][0, bounds[index] :]):
+            mismatched, count = count_mismatches(row[: len(expected)], expected)
+            assert mismatched == 0
+            compared += count
+    assert compared == 2 * (sum(RAGGED) - ROWS) and min(RAGGED) < CHUNK < max(RAGGED)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_training_forward_equals_scoring(case: tuple[str, str], results: dict, folder: Path) -> None:
-    last = results[case][-1]
+@pytest.mark.parametrize("case", CASES)
+def test_padding_changes_no_gradient(case: str, results: Results) -> None:
+    """Of the same tokens, whatever follows them; and twice the same bits."""
+    for rank in results(case):
+        first, other, again = rank["gradients"]
+        assert first and any(gradient.any() for gradient in first.values())
+        for name, gradient in first.items():
+            assert torch.equal(gradient, other[name]), name
+            assert count_mismatches(gradient, again[name])[0] == 0, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_forward_equals_scoring(case: str, results: Results) -> None:
+    last = results(case)[-1]
     assert count_mismatches(last["before"], last["after"])[0] > 0  # the updates moved something
-    if case[0] != "dp2":  # there a rank trains on its own half
+    if "-dp2-" not in case:  # there a rank trains on its own half
         assert count_mismatches(last["training"][0], last["before"]) == (0, COMPARED)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_export_is_whole_and_equal_on_every_rank(case: tuple[str, str], results: dict, folder: Path) -> None:
-    ranks = results[case]
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_is_trained(case: str, results: Results, checkpoints: Path) -> None:
+    before = dict(checkpoint.iter_export(decoder(checkpoints, case)))
+    after = results(case)[0]["third"]
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert count_mismatches(tensor, after[name])[0] > 0, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_whole_and_equal_on_every_rank(case: str, results: Results) -> None:
+    ranks = results(case)
     assert list(ranks[0]["third"]) == list(ranks[0]["shapes"])
     for name, tensor in ranks[0]["third"].items():
         assert tuple(tensor.shape) == ranks[0]["shapes"][name]
@@ -131,10 +141,10 @@ def test_export_is_whole_and_equal_on_every_rank(case: tuple[str, str], results:
             assert count_mismatches(tensor, other["third"][name])[0] == 0
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_resumed_step_equals_the_uninterrupted_one(case: tuple[str, str], results: dict, folder: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_step_equals_the_uninterrupted_one(case: str, results: Results) -> None:
     compared = 0
-    for rank in results[case]:
+    for rank in results(case):
         for name, tensor in rank["third"].items():
             mismatched, count = count_mismatches(tensor, rank["resumed"][name])
             assert mismatched == 0, name
@@ -142,7 +152,45 @@ def test_a_resumed_step_equals_the_uninterrupted_one(case: tuple[str, str], resu
     assert compared > 10_000
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_the_probe_is_the_plain_decoders(case: tuple[str, str], results: dict, folder: Path) -> None:
-    wanted = None if case[0] == "pp2" else probe(decoder(folder, case[1]))
-    assert [rank["probe"] for rank in results[case]] == [wanted] * len(results[case])
+@pytest.mark.parametrize("case", CASES)
+def test_the_probe_is_the_plain_decoders(case: str, results: Results, checkpoints: Path) -> None:
+    wanted = None if "-pp2-" in case else probe(decoder(checkpoints, case))
+    assert [rank["probe"] for rank in results(case)] == [wanted] * len(results(case))
+
+
+def test_another_tensor_parallel_size_loads_the_same_weights(results: Results) -> None:
+    """Saved by two ranks after two steps, loaded by one and by four."""
+    expected, _ = results(RESHARD)[0][2]
+    for rank in results(RESHARD):
+        assert sorted(rank) == [1, 2, 4]
+        for weights, _ in rank.values():
+            assert weights.keys() == expected.keys()
+            for name, tensor in weights.items():
+                assert count_mismatches(tensor, expected[name])[0] == 0, name
+
+
+def test_another_tensor_parallel_size_keeps_the_optimizer(results: Results) -> None:
+    """What one and four ranks hold after loading, saved again, is all that two ranks saved."""
+    weights, saved = results(RESHARD)[0][2]
+    whole = {re.sub(r"\.\d$", "", key) for key in saved}
+    for state in ("", *(f"optimizer.state.{state}." for state in ("param", "exp_avg", "exp_avg_sq"))):
+        assert {f"{state}stage.{name}" for name in weights} <= whole, state
+    for rank in results(RESHARD):
+        for _, again in rank.values():
+            assert again.keys() == saved.keys()
+            for key, held in saved.items():
+                if key == "optimizer":  # groups and counts of steps
+                    assert again[key] == held
+                else:
+                    assert count_mismatches(held, again[key])[0] == 0, key
+
+
+def test_blocks_are_saved_one_by_one(results: Results) -> None:
+    """Queries, keys and values of the whole model: not the ranks' parts of them, end to end."""
+    weights, saved = results(RESHARD)[0][2]
+    cut = [name for name in weights if name.endswith(("in_proj_qkv.weight", "conv1d.weight"))]
+    assert len(cut) == 6
+    for name in cut:
+        assert f"stage.{name}" not in saved
+        for i, block in enumerate(weights[name].split((24, 24, 32))):
+            assert count_mismatches(saved[f"stage.{name}.{i}"], block) == (0, block.numel())

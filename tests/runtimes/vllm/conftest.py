@@ -1,4 +1,5 @@
-"""A tiny random Qwen3, real in-process vLLM engines over it, and the plain decoder outside vLLM they must equal."""
+"""A tiny random Qwen3 or Qwen3.5, real in-process vLLM engines over it, and the plain decoder outside that they must
+equal."""
 
 from __future__ import annotations
 
@@ -44,15 +45,34 @@ HF_CONFIG = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+"""Changes that make it a Qwen3.5 whose page of states fits into one of keys and values: of 64 tokens in float32, of 128
+in bfloat16."""
 
 
 def write_checkpoint(folder: Path, dtype: str, seed: int, **changes: object) -> Path:
-    """A checkpoint of random weights, wide enough apart that distributions are not flat."""
+    """A checkpoint of random weights, wide enough apart that distributions are not flat, and states that last."""
     from skyrl_isoexec.model import families
     from skyrl_isoexec.model.checkpoint import random_tensors, save
 
     hf = HF_CONFIG | {"dtype": dtype} | changes
-    save(folder, hf, random_tensors(families.from_hf(hf), seed, std=0.2))
+    tensors = dict(random_tensors(families.from_hf(hf), seed, std=0.2))
+    for name in (name for name in tensors if name.endswith(".A_log")):
+        tensors[name] -= 7 + seed  # by a token a state loses parts in a thousand, and still matters pages later
+    save(folder, hf, tensors)
     return folder
 
 
@@ -68,6 +88,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def hybrid() -> dict[str, object]:
+    """Changes of the checkpoint that make it a hybrid; its family is qwen3_5."""
+    return HYBRID
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +122,13 @@ def host() -> Iterator[None]:
 
 @pytest.fixture
 def start(host: None, checkpoint: Callable[..., Path]) -> Iterator[Callable[..., object]]:
-    """start(folder, dtype, num_leaves=2, family="qwen3", **engine arguments) -> LLM; at most one lives at a time."""
+    """start(folder, dtype, num_leaves=2, family="qwen3", pages=None, **engine arguments) -> LLM; at most one lives at a
+    time. `pages` are of a hybrid."""
 
-    def make(folder: Path, dtype: str, num_leaves: int = 2, family: str = "qwen3", **arguments: object):
+    def make(folder: Path, dtype: str, num_leaves: int = 2, family: str = "qwen3", pages=None, **arguments: object):
         from vllm import LLM
 
-        return LLM(str(folder), **engine_arguments(dtype, num_leaves, family) | arguments)
+        return LLM(str(folder), **engine_arguments(dtype, num_leaves, family, pages) | arguments)
 
     yield make
     gc.collect()
@@ -115,9 +142,9 @@ def settings(num_leaves: int = 2, family: str = "qwen3"):
     return EngineSettings(family=family, kernels="cpu", schedule=Schedule(num_leaves=num_leaves))
 
 
-def engine_arguments(dtype: str, num_leaves: int = 2, family: str = "qwen3") -> dict[str, object]:
+def engine_arguments(dtype: str, num_leaves: int = 2, family: str = "qwen3", pages=None) -> dict[str, object]:
     """Everything a small engine of ours is started with, but the checkpoint."""
-    return settings(num_leaves, family).engine_arguments(dtype=dtype) | SIZES
+    return SIZES | settings(num_leaves, family).engine_arguments(dtype=dtype, hybrid=pages)
 
 
 @pytest.fixture
@@ -133,7 +160,6 @@ def contract(checkpoint: Callable[..., Path]) -> Callable[..., object]:
     Digests and versions are this machine's; the gates that it names were not run.
     """
     from skyrl_isoexec import contract as c
-    from skyrl_isoexec.kernels.bundle import OPS
     from skyrl_isoexec.kernels.sources import impl_source
     from skyrl_isoexec.model.checkpoint import read_config
     from skyrl_isoexec.model.facts import model_fields, source_digests, version
@@ -147,10 +173,14 @@ def contract(checkpoint: Callable[..., Path]) -> Callable[..., object]:
         config = from_hf(read_config(checkpoint(dtype, **changes)))
         constants = {
             "attention": {"kv_block": 16, "kv_partition": 512},
+            "gdn": {"gdn_chunk": 64},
             "logprob": {"num_leaves": num_leaves, "temperature": c.float_bits(1.0)},
             "row_linear": {"num_leaves": num_leaves},
         }
-        impls = {op: c.Impl(id=f"{op}.cpu", version=1, arch="cpu", source=impl_source(f"{op}.cpu")) for op in OPS}
+        impls = {
+            op: c.Impl(id=f"{op}.cpu", version=1, arch="cpu", source=impl_source(f"{op}.cpu"))
+            for op in config.operators
+        }
         impls["decoder"] = c.Impl(id="decoder.torch", version=1, arch="cpu", source=source_digests()["model"])
         axes = {"dp": (1, 2), "tp": (1, 2)}
         return c.seal(
@@ -201,12 +231,11 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, ids: list[int], temperature: float = 1.0):
         """fp32 [len(ids), vocabulary]: row t is the distribution after ids[: t + 1]."""
-        length, scale = len(ids), self.decoder.config.scale
-        bounds = torch.tensor([0, length], dtype=torch.int32)
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
         x_TH = self.decoder.layers(
             self.decoder.embed(torch.tensor(ids)),
-            torch.arange(length),
-            lambda layer, q, k, v: self.kernels.attention(q, k, v, bounds, scale),
+            torch.arange(len(ids)),
+            self.decoder.end_to_end(bounds),
         )
         return self.kernels.logprobs(self.decoder.full_logits(x_TH), temperature)
 

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_isoexec.runtimes.vllm.guard import Guard, GuardError, review
+from skyrl_isoexec.runtimes.vllm.guard import Group, Guard, GuardError, review
 
 PAGE = 16
+ATTENTION = (Group(PAGE),)
+BOTH = (Group(PAGE, recurrent=True), Group(PAGE))
 
 
 def synced(epoch: int = 3, guard: Guard | None = None) -> Guard:
@@ -19,14 +21,14 @@ def synced(epoch: int = 3, guard: Guard | None = None) -> Guard:
     return guard
 
 
-def new(name: str, pages: list[int], computed: int = 0, **extra_args: object) -> SimpleNamespace:
-    """A request that the scheduler sends for the first time."""
+def new(name: str, *pages: list[int], computed: int = 0, **extra_args: object) -> SimpleNamespace:
+    """A request that the scheduler sends for the first time, with the pages of each group."""
     sampling = SimpleNamespace(extra_args={"isoexec_scored": True, **extra_args})
-    return SimpleNamespace(req_id=name, sampling_params=sampling, block_ids=(pages,), num_computed_tokens=computed)
+    return SimpleNamespace(req_id=name, sampling_params=sampling, block_ids=pages, num_computed_tokens=computed)
 
 
 def step(*fresh: SimpleNamespace, cached: dict | None = None, resumed: tuple = (), finished: tuple = ()):
-    """One `SchedulerOutput`; `cached` is {request: (new pages or None, computed tokens)}."""
+    """One `SchedulerOutput`; `cached` is {request: (new pages of each group or None, ..., computed tokens)}."""
     cached = cached or {}
     names = [one.req_id for one in fresh] + list(cached)
     return SimpleNamespace(
@@ -34,18 +36,18 @@ def step(*fresh: SimpleNamespace, cached: dict | None = None, resumed: tuple = (
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached),
             resumed_req_ids=set(resumed),
-            new_block_ids=[None if pages is None else (pages,) for pages, _ in cached.values()],
-            num_computed_tokens=[computed for _, computed in cached.values()],
+            new_block_ids=[None if pages[0] is None else tuple(pages) for *pages, _ in cached.values()],
+            num_computed_tokens=[computed for *_, computed in cached.values()],
         ),
         num_scheduled_tokens=dict.fromkeys(names, 1),
         finished_req_ids=set(finished),
     )
 
 
-def run(guard: Guard, *steps: SimpleNamespace) -> None:
+def run(guard: Guard, *steps: SimpleNamespace, groups: tuple[Group, ...] = ATTENTION) -> None:
     """Review each of the steps."""
     for one in steps:
-        review(guard, one, PAGE)
+        review(guard, one, groups)
 
 
 def test_a_request_runs_from_start_to_end() -> None:
@@ -59,7 +61,7 @@ def test_a_request_runs_from_start_to_end() -> None:
 
 def test_a_page_that_another_request_writes_in_the_same_step() -> None:
     """vLLM may cache a page before it is written: the reader is reviewed after all writers, in either order."""
-    writer, reader = new("w", [4, 5], isoexec_epoch=3), new("r", [4, 6], 16, isoexec_epoch=3)
+    writer, reader = new("w", [4, 5], isoexec_epoch=3), new("r", [4, 6], computed=16, isoexec_epoch=3)
     for order in ((writer, reader), (reader, writer)):
         run(synced(), step(*order))
 
@@ -93,8 +95,8 @@ def test_a_stale_page(epoch: int, resumed: bool) -> None:
     run(guard, step(new("a", [1, 2], isoexec_epoch=3)), step(finished=("a",)))
     synced(epoch, guard)
     run(guard, step(new("b", [2], isoexec_epoch=epoch)), step(finished=("b",)))
-    run(guard, step(new("c", [2, 3], 16, isoexec_epoch=epoch)))
-    hit = step(new("d", [1, 3], 16, isoexec_epoch=epoch))
+    run(guard, step(new("c", [2, 3], computed=16, isoexec_epoch=epoch)))
+    hit = step(new("d", [1, 3], computed=16, isoexec_epoch=epoch))
     if resumed:
         hit = step(cached={"c": ([1, 3], 16)}, resumed=("c",))
     with pytest.raises(GuardError, match=f"page 1 .* under epoch 3, commit 1, .* epoch {epoch}, commit 2; reset"):
@@ -104,7 +106,42 @@ def test_a_stale_page(epoch: int, resumed: bool) -> None:
 def test_a_page_that_nobody_wrote() -> None:
     """No record is a refusal."""
     with pytest.raises(GuardError, match="page 9 was written under no epoch that is known"):
-        run(synced(), step(new("a", [9, 10], 16, isoexec_epoch=3)))
+        run(synced(), step(new("a", [9, 10], computed=16, isoexec_epoch=3)))
+
+
+def test_pages_of_states() -> None:
+    """Of a prefix only the last state is read, vLLM names its null page for the others, and may free them early."""
+    guard = synced()
+    run(guard, step(new("a", [1, 2, 3], [4, 5, 6], isoexec_epoch=3)), groups=BOTH)
+    run(guard, step(cached={"a": ([7], [8], 48)}), step(finished=("a",)), groups=BOTH)
+    hit = {"computed": 2 * PAGE, "isoexec_epoch": 3}
+    run(guard, step(new("b", [0, 2, 9], [4, 5, 10], **hit)), step(finished=("b",)), groups=BOTH)
+    run(guard, step(cached={"c": ([0, 2, 9], [4, 5, 10], 2 * PAGE)}, resumed=("c",)), groups=BOTH)
+    for wrong in ([0, 0, 9], [0, 11, 9]):
+        with pytest.raises(GuardError, match=f"cached page {wrong[1]} was written under no epoch that is known"):
+            run(synced(3, guard), step(new(f"d{wrong[1]}", wrong, [4, 5, 10], **hit)), groups=BOTH)
+
+
+@pytest.mark.parametrize("stale", ["state", "keys and values"])
+def test_a_stale_page_of_either_group(stale: str) -> None:
+    """The other group's page is written again, and does not excuse it."""
+    guard = synced()
+    run(guard, step(new("a", [1, 2], [3, 4], isoexec_epoch=3)), step(finished=("a",)), groups=BOTH)
+    synced(4, guard)
+    fresh = ([9], [3]) if stale == "state" else ([1], [9])
+    run(guard, step(new("b", *fresh, isoexec_epoch=4)), step(finished=("b",)), groups=BOTH)
+    with pytest.raises(GuardError, match=f"page {1 if stale == 'state' else 3} .* under epoch 3, commit 1, "):
+        run(guard, step(new("c", [1, 5], [3, 6], computed=PAGE, isoexec_epoch=4)), groups=BOTH)
+
+
+def test_one_page_of_states_for_a_sequence() -> None:
+    """Without a prefix cache the groups' pages differ in size, and a request that resumes starts from nothing."""
+    guard, groups = synced(), (Group(256, recurrent=True), Group(PAGE))
+    run(guard, step(new("a", [1], [2, 3], isoexec_epoch=3)), groups=groups)
+    run(guard, step(cached={"a": ([4], [5, 6, 7], 0)}, resumed=("a",)), groups=groups)
+    assert guard.pages.keys() == {1, 2, 3, 4, 5, 6, 7}
+    with pytest.raises(ValueError, match="zip"):
+        run(guard, step(new("b", [8], isoexec_epoch=3)), groups=groups)
 
 
 def test_a_request_does_not_outlive_a_sync() -> None:

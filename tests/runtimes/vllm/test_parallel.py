@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from skyrl_isoexec.contract import digest  # noqa: E402
-from skyrl_isoexec.kernels.bundle import OPS  # noqa: E402
+from skyrl_isoexec.model.shard import Shard  # noqa: E402
 from skyrl_isoexec.patching import series_digest  # noqa: E402
 from skyrl_isoexec.schedule.bits import count_mismatches  # noqa: E402
 
@@ -37,26 +37,32 @@ def check(expected: Any, prompts: list[list[int]], results: list[dict[str, Any]]
     assert count_mismatches(torch.tensor(got), torch.tensor(want)) == (0, 32 * len(prompts))
 
 
-def of_contract(contract, dtype: str) -> dict[str, Any]:
+def of_contract(contract, dtype: str, pages: Any = None, **changes: Any) -> dict[str, Any]:
     """Engine arguments of two workers that were handed a contract and serve committed weights only."""
     from skyrl_isoexec.contract import encode
     from skyrl_isoexec.runtimes.vllm.settings import settings_from_contract
 
-    text = encode(contract(dtype, tp=2)).decode()
-    return settings_from_contract(text, enforce=True).engine_arguments(dtype=dtype) | TWO_WORKERS
+    settings = settings_from_contract(encode(contract(dtype, tp=2, **changes)).decode(), enforce=True)
+    return settings.engine_arguments(dtype=dtype, hybrid=pages) | TWO_WORKERS
 
 
-def test_two_workers_equal_one(arguments, checkpoint, contract, reference, prompts) -> None:
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_two_workers_equal_one(arguments, checkpoint, contract, reference, prompts, hybrid, kind: str) -> None:
     """TP=2 through vLLM's processes and collectives against the whole decoder, before and after an update."""
-    old, new = checkpoint("float32"), checkpoint("float32", seed=1)
-    made = digest(contract("float32", tp=2))
+    from skyrl_isoexec.runtimes.vllm.settings import HybridPages
+
+    changes = hybrid if kind == "hybrid" else {}
+    pages = HybridPages(page_size=64, prefix_caching=True) if changes else None
+    old, new = (checkpoint("float32", seed=seed, **changes) for seed in (0, 1))
+    agreed = contract("float32", tp=2, **changes)
+    made = digest(agreed)
     task = {
         "checkpoint": str(old),
         "new_checkpoint": str(new),
         "prompts": prompts,
         "contract": made,
         "arguments": arguments("float32")
-        | of_contract(contract, "float32")
+        | of_contract(contract, "float32", pages, **changes)
         | {"max_num_batched_tokens": 24, "weight_transfer_config": {"backend": "gloo"}},
     }
     program = Path(__file__).with_name("two_workers.py")
@@ -69,12 +75,13 @@ def test_two_workers_equal_one(arguments, checkpoint, contract, reference, promp
     first, second = result["facts"]
     assert first == second and first["degree.tp"] == 2 and first["contract.digest"] == made
     assert first["plugin.log_softmax"] and first["patch.vllm"] == series_digest("vllm")
-    assert result["served"][0] == result["served"][1] and len(result["served"][0]) == 2 * len(OPS)
+    operators = len(agreed.composition) - 1  # one entry is the model's own code
+    assert result["served"][0] == result["served"][1] and len(result["served"][0]) == 2 * operators
     for name, tensor in reference(new).decoder.named_parameters():
         for worker in result["arrived"]:
             part = worker[name]
-            piece = tensor.detach() if part["dim"] is None else tensor.detach().chunk(2, part["dim"])[part["rank"]]
-            data = piece.contiguous().view(torch.uint8).numpy().tobytes()
+            shard = Shard(dim=part["dim"], parts=part["parts"], blocks=tuple(part["blocks"]))
+            data = shard.slice(tensor.detach(), part["rank"]).contiguous().view(torch.uint8).numpy().tobytes()
             assert part["sha256"] == hashlib.sha256(data).hexdigest(), name
 
 

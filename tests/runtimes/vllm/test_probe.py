@@ -15,12 +15,12 @@ def one_bit(tensor, index: int = 0) -> None:
 
 def table(model) -> None:
     """One ulp of an entry of the rotary table, which no probed position reads."""
-    one_bit(model.cos_sin_PD, 200 * 32 + 3)
+    one_bit(model.cos_sin_PR, 200 * 32 + 3)
 
 
 def table_that_is_read(model) -> None:
     """One ulp of an entry of the rotary table."""
-    model.cos_sin_PD[5, 3] = torch.nextafter(model.cos_sin_PD[5, 3], torch.tensor(2.0))
+    model.cos_sin_PR[5, 3] = torch.nextafter(model.cos_sin_PR[5, 3], torch.tensor(2.0))
 
 
 def leaves(model) -> None:
@@ -31,7 +31,7 @@ def leaves(model) -> None:
 def scale(model) -> None:
     """The factor on attention scores."""
     config = model.config
-    names = ("vocab_size", "num_layers")
+    names = ("vocab_size", "num_layers", "hybrid")
     model.config = SimpleNamespace(**{n: getattr(config, n) for n in names}, scale=config.scale * (1 + 2**-20))
 
 
@@ -123,7 +123,7 @@ def restored(model) -> Callable[[], None]:
     """A function that undoes whatever one of the changes did to the model of an engine."""
     from skyrl_isoexec.model.layers import RowLinear
 
-    values = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), model.cos_sin_PD)]
+    values = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), model.cos_sin_PR)]
     rows = [(part, part.local_leaves) for part in model.modules() if isinstance(part, RowLinear)]
     config = model.config
 

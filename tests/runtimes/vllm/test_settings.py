@@ -12,7 +12,7 @@ GOOD = {
     "enforce": False,
     "family": "qwen3",
     "kernels": "cpu",
-    "schedule": {"num_leaves": 2, "kv_block": 16, "kv_partition": 512},
+    "schedule": {"num_leaves": 2, "kv_block": 16, "kv_partition": 512, "gdn_chunk": 64},
 }
 
 

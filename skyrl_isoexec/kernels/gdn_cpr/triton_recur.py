@@ -1,0 +1,210 @@
+"""The recurrence of the chunkwise-parallel recurrent gated delta rule on Hopper: parallel over chunks, and one step.
+
+    S = exp(g_t) S    d = beta_t (v_t - S k_t)    S = S + d k_t (fma)    o_t = scale S q_t
+
+in fp32 from the snapshot of the state at the chunk's start, products over Dk by the balanced tree, o rounded once.
+Notable: what each chunk starts from is the chunk pass of `numeric.sm90_gdn_chunk`, an fp32 chain and its snapshot. A
+decode step runs the same recurrence on the state of the open chunk, which is never rounded, and at a chunk's end
+redoes the chunk pass for its rows, which the page holds, from the chain.
+
+Shapes: N slots, C rows of a chunk, K key heads, V value heads, Dk and Dv their widths; a state is [columns of Dv, Dk].
+"""
+
+import triton
+import triton.language as tl
+
+from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow, tree, widen
+from skyrl_isoexec.kernels.numeric.sm90_gdn_chunk import (
+    advance,
+    copy,
+    invert,
+    missing,
+    reach,
+    remainder,
+    restore,
+    within_of,
+)
+from skyrl_isoexec.kernels.numeric.sm90_gdn_rows import leave_conv, place, single, slide_all
+
+
+@triton.jit
+def recur(state, q, k, v, g, beta, scale, BV: tl.constexpr, DK: tl.constexpr):
+    """(the state after a row, bf16 o [BV]) of the state [BV, Dk], q and k [Dk], v [BV], g and beta that fit [BV]."""
+    state = state * tl.exp2(g)[:, None]
+    key = tl.broadcast_to(widen(k)[None, :], state.shape)
+    d = beta * (widen(v) - tree(state * key, BV, DK))
+    state = tl.math.fma(tl.broadcast_to(d[:, None], state.shape), key, state)
+    return state, narrow(scale * tree(state * widen(q)[None, :], BV, DK), tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["num_requests", "table_stride"])
+def scan(
+    q, k, v, steps, beta, snapshots, base, owner, query_start, seq_lens, table, recurrent, out, scale, num_requests,
+    table_stride, recurrent_stride,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """o of a slot's new rows, BV columns of one value head; leaves the state of an open chunk in its page."""
+    head, slot = tl.program_id(0) // (DV // BV), tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) % (DV // BV) * BV + tl.arange(0, BV)
+    if tl.load(owner + slot) < num_requests:
+        request, first, begin, context, start = place(slot, base, owner, query_start, seq_lens, C)
+        deep = tl.arange(0, DK)
+        at = slot * HV + head
+        inside = head * DK * DV + columns[:, None] * DK + deep[None, :]
+        old, stop = tl.maximum(begin - start, 0), tl.minimum(context - start, C)
+        state = widen(tl.load(snapshots + at * DK * DV + deep[None, :] * DV + columns[:, None]))
+        if PAGED:
+            pages = table + request * table_stride
+            if old > 0:
+                source = tl.load(pages + (begin - 1) // PAGE).to(tl.int64)
+                state = tl.load(recurrent + source * recurrent_stride + inside)
+        shared = (slot * HK + head // (HV // HK)) * C * DK + deep
+        for i in range(old, stop):
+            here = at * C + i
+            state, o = recur(
+                state, tl.load(q + shared + i * DK), tl.load(k + shared + i * DK), tl.load(v + here * DV + columns),
+                tl.load(steps + here + columns * 0), tl.load(beta + here + columns * 0), scale, BV, DK,
+            )  # fmt: skip
+            to = (first + start + i - begin).to(tl.int64) * HV + head
+            tl.store(out + to * DV + columns, o)
+        if PAGED:
+            if stop < C:
+                page = tl.load(pages + (context - 1) // PAGE).to(tl.int64)
+                tl.store(recurrent + page * recurrent_stride + inside, state)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def leave(
+    x, k, v, decay, beta, base, query_start, seq_lens, table, ring, keys, values, gate,
+    table_stride, ring_stride, keys_stride, values_stride, gate_stride,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, W: tl.constexpr,
+    CHANNELS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a request's open chunk, for one value head; items past the heads keep rows of x."""
+    item, request = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(base + request + 1).to(tl.int64) - 1
+    if slot >= tl.load(base + request):
+        first, context = tl.load(query_start + request), tl.load(seq_lens + request)
+        begin = context - (tl.load(query_start + request + 1) - first)
+        table += request * table_stride
+        page = tl.load(table + (context - 1) // PAGE).to(tl.int64)
+        if item >= HV:
+            channel = (item - HV) * CHANNELS + tl.arange(0, CHANNELS)
+            leave_conv(x, ring, table, ring_stride, first, begin, context, channel, 2 * HK * DK + HV * DV, W, PAGE)
+        else:
+            row, deep, column = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
+            group: tl.constexpr = HV // HK
+            live = row < context % C
+            own, wide = row[:, None] * DK + deep[None, :], row[:, None] * DV + column[None, :]
+            at = slot * HV + item
+            if item % group == 0:
+                made = tl.load(k + (slot * HK + item // group) * C * DK + own)
+                tl.store(keys + page * keys_stride + item // group * C * DK + own, made, mask=live[:, None])
+            gate += page * gate_stride + item * 2 * C
+            tl.store(gate + row, tl.load(decay + at * C + row), mask=live)
+            tl.store(gate + C + row, tl.load(beta + at * C + row), mask=live)
+            values += page * values_stride + item * C * DV
+            tl.store(values + wide, tl.load(v + at * C * DV + wide), mask=live[:, None])
+
+
+@triton.jit
+def finish(
+    keys, values, gate, from_high, from_low, to_high, to_low, k_t, v_t, G, beta, head, part, later,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The chunk pass for a chunk's rows in the page and its last row: chain and snapshot of BV columns at its end."""
+    row, deep = tl.arange(0, C), tl.arange(0, DK)
+    before = row < C - 1
+    last = (row == C - 1)[:, None]
+    K = tl.load(keys + row[:, None] * DK + deep[None, :], mask=before[:, None], other=0.0)
+    K = tl.where(last, k_t[None, :], K)
+    total = tl.where(before, tl.load(gate + row, mask=before, other=0.0), tl.broadcast_to(G, (C,)))
+    steps = tl.where(before, tl.load(gate + C + row, mask=before, other=0.0), tl.broadcast_to(beta, (C,)))
+    T, _, _ = invert(K, total, steps, C)
+    end = tl.sum(G, axis=0)
+    Z = reach(T, K, total, end)
+    columns = part * BV + tl.arange(0, BV)
+    value = tl.load(values + row[:, None] * DV + columns[None, :], mask=before[:, None], other=0.0)
+    value = tl.where(last, v_t[None, :], value)
+    at = within_of(head, deep, columns, DK, DV)
+    there = later & (columns >= 0)[None, :]
+    snapshot = tl.load(from_high + at, mask=there, other=0.0)
+    chain = restore(snapshot, tl.load(from_low + at, mask=there, other=0))
+    e = missing(value, steps[:, None], total[:, None], dot(K, snapshot, tl.zeros((C, BV), tl.float32)))
+    chain = advance(chain, Z, e, end)
+    rounded = narrow(chain, tl.bfloat16)
+    tl.store(to_high + at, rounded)
+    tl.store(to_low + at, remainder(chain, rounded))
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def step(
+    x, a, b, conv, a_log, dt_bias, ring, keys, values, snapshot, rest, gate, recurrent, table, query_start, seq_lens,
+    out, table_stride, ring_stride, keys_stride, values_stride, snapshot_stride, rest_stride, gate_stride,
+    recurrent_stride, scale,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, W: tl.constexpr,
+    BV: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one value head of a request with one row. ALONE: no other kernel serves longer requests, so theirs
+    become NaN."""
+    head, request = tl.program_id(0) // (DV // BV), tl.program_id(1)
+    part = tl.program_id(0) % (DV // BV)
+    columns = part * BV + tl.arange(0, BV)
+    token = tl.load(query_start + request)
+    length = tl.load(query_start + request + 1) - token
+    token = token.to(tl.int64)
+    if ALONE:
+        for more in range(tl.where(length > 1, length, 0)):
+            nan = narrow(tl.full((BV,), float("nan"), tl.float32), tl.bfloat16)
+            tl.store(out + ((token + more) * HV + head) * DV + columns, nan)
+    if length == 1:
+        position = tl.load(seq_lens + request) - 1
+        t = position % C
+        pages = table + request * table_stride
+        target = tl.load(pages + position // PAGE).to(tl.int64)
+        source = tl.load(pages + tl.maximum(position - 1, 0) // PAGE).to(tl.int64)
+        group: tl.constexpr = HV // HK
+        key, deep, one = head // group, tl.arange(0, DK), tl.arange(0, 1)
+        keys += target * keys_stride + key * C * DK
+        values += target * values_stride + head * C * DV
+        gate += target * gate_stride + head * 2 * C
+        from_high, from_low = snapshot + source * snapshot_stride, rest + source * rest_stride
+        to_high, to_low = snapshot + target * snapshot_stride, rest + target * rest_stride
+        inside = head * DK * DV + columns[:, None] * DK + deep[None, :]
+        recurrent += target * recurrent_stride
+        going = (t > 0) & (columns >= 0)[:, None]
+        fresh = (t == 0) & (position >= C) & (columns >= 0)[:, None]
+        state = tl.load(recurrent + inside, mask=going, other=0.0)
+        begun = tl.load(from_high + head * DK * DV + deep[None, :] * DV + columns[:, None], mask=fresh, other=0.0)
+        state = tl.where(going, state, widen(begun))
+        two, v_t, g, beta = single(
+            x, a, b, conv, a_log, dt_bias, ring + source * ring_stride, token, position, key, head, columns,
+            DK, DV, HK, HV, BV, W,
+        )  # fmt: skip
+        pair = tl.arange(0, 2)[:, None]
+        q_t = narrow(tl.sum(tl.where(pair == 0, widen(two), 0.0), axis=0), tl.bfloat16)
+        k_t = narrow(tl.sum(tl.where(pair == 1, widen(two), 0.0), axis=0), tl.bfloat16)
+        G = tl.load(gate + tl.maximum(t - 1, 0) + one, mask=(one == 0) & (t > 0), other=0.0) + g
+        wide_g, wide_beta = tl.broadcast_to(g, (BV,)), tl.broadcast_to(beta, (BV,))
+        state, o = recur(state, q_t, k_t, v_t, wide_g, wide_beta, scale, BV, DK)
+        tl.store(out + (token * HV + head) * DV + columns, o)
+        slide_all(
+            x, ring, source * ring_stride, target * ring_stride, token, position, key, head, columns, part,
+            DK, DV, HK, HV, W, PAGE,
+        )  # fmt: skip
+        if t == C - 1:
+            finish(
+                keys, values, gate, from_high, from_low, to_high, to_low, k_t, v_t, G, beta, head, part, position >= C,
+                C, DK, DV, BV,
+            )  # fmt: skip
+        else:
+            tl.store(recurrent + inside, state)
+            tl.store(values + t * DV + columns, v_t)
+            if part == 0:
+                tl.store(gate + t + one, G)
+                tl.store(gate + C + t + one, beta)
+                if head % group == 0:
+                    tl.store(keys + t * DK + deep, k_t)
+            if (position % PAGE == 0) & (position > 0):
+                copy(from_high, from_low, to_high, to_low, head, columns, DK, DV)

@@ -1,0 +1,88 @@
+"""A mixture of experts in the place of the MLP: router, experts, and an expert that every token has.
+
+Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock (transformers 5.8.0). Experts are cut over the
+axis: a rank has E / size neighbours. Every rank knows every token's choice, computes the rows of its own experts, and
+takes each other row from the rank that owns it. There is no sum over ranks, so -0 stays -0, and a token's outputs are
+added in the order of one rank.
+
+Shapes: T tokens, H hidden, E experts, K of them for a token, S = T K rows sorted by expert, F features of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from skyrl_isoexec.kernels.numeric.router_rule import RouterRule
+from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.layers import ColumnLinear, Place, parameter
+from skyrl_isoexec.model.mlp import MLP
+from skyrl_isoexec.model.shard import Shard
+
+
+def router_rule(config: DecoderConfig) -> RouterRule:
+    """How a model turns logits into experts and weights. ValueError names what does not go together."""
+    return RouterRule(
+        scoring=config.router_scoring,
+        renormalise=config.router_renormalise,
+        scale=config.router_scale,
+        num_groups=config.router_groups,
+        groups_kept=config.router_groups_kept,
+        eps=config.router_eps,
+    )
+
+
+class MoE(nn.Module):
+    """Router and experts of one layer, without biases; the router is whole on every rank."""
+
+    def __init__(self, config: DecoderConfig, place: Place) -> None:
+        super().__init__()
+        hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        shared = config.shared_expert_intermediate_size
+        self.gate = ColumnLinear(hidden, num_experts, False, place, shard=Shard())
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = parameter((num_experts, 2 * width, hidden), place.cut(0), place)
+        self.experts.down_proj = parameter((num_experts, hidden, width), place.cut(0), place)
+        self.shared_expert = None if shared is None else MLP(hidden, shared, place)
+        gated = config.shared_expert_gate
+        self.shared_expert_gate = ColumnLinear(hidden, 1, False, place, shard=Shard()) if gated else None
+        self.rule, self.top_k, self.num_experts, self.place = (
+            router_rule(config),
+            config.num_experts_per_tok,
+            num_experts,
+            place,
+        )
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """y_TH, whole on every rank."""
+        kernels = self.place.kernels
+        weights_TK, experts_TK = kernels.route(self.gate(x_TH, torch.float32), self.top_k, self.rule)
+        order_S, starts_E1 = kernels.dispatch(experts_TK, self.num_experts)
+        own_SH = self._own_rows(kernels.expand(self.place.axis.copy_in(x_TH), order_S), starts_E1)
+        y_SH = self._rows_of_all(own_SH, experts_TK.flatten()[order_S])
+        return kernels.combine(y_SH, order_S, weights_TK, self._shared(x_TH))
+
+    def _own_rows(self, x_SH: torch.Tensor, starts_E1: torch.Tensor) -> torch.Tensor:
+        """y_SH of this rank's experts; rows of others are +0."""
+        kernels, weights = self.place.kernels, self.experts
+        num_own = weights.down_proj.shape[0]
+        first = self.place.axis.rank * num_own
+        starts = starts_E1[first : first + num_own + 1]
+        gate_SF, up_SF = kernels.grouped_linear(x_SH, weights.gate_up_proj, starts).chunk(2, dim=1)
+        return kernels.grouped_linear(kernels.silu_mul(gate_SF, up_SF), weights.down_proj, starts)
+
+    def _rows_of_all(self, own_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+        """y_SH, each row from the rank that has its expert."""
+        axis = self.place.axis
+        if axis.size == 1:
+            return own_SH
+        owner_S = torch.div(expert_S, self.num_experts // axis.size, rounding_mode="floor").long()
+        return axis.stack_gather(own_SH)[owner_S, torch.arange(len(owner_S), device=owner_S.device)]
+
+    def _shared(self, x_TH: torch.Tensor) -> torch.Tensor | None:
+        """Output of the expert that every token has, if there is one."""
+        if self.shared_expert is None:
+            return None
+        y_TH = self.shared_expert(x_TH)
+        gate = self.shared_expert_gate
+        return y_TH if gate is None else self.place.kernels.sigmoid_mul(y_TH, gate(x_TH))
