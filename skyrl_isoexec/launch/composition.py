@@ -44,22 +44,40 @@ OPS = {
     "attention": ("attn.core",),
     "decoder": ("mlp.residual",),
     "embedding": ("embed",),
-    "linear": ("attn.k_proj", "attn.q_proj", "attn.v_proj", "lm_head", "mlp.gate_proj", "mlp.up_proj"),
+    "linear": ("attn.k_proj", "attn.q_proj", "attn.v_proj", "lm_head"),
     "logprob": ("logprob",),
     "rmsnorm": ("attn.norm", "attn.residual", "final_norm", "mlp.norm"),
     "rope": ("attn.rope",),
-    "row_linear": ("attn.o_proj", "mlp.down_proj"),
+    "row_linear": ("attn.o_proj",),
+    "swiglu": (),
+}
+"""Region, named by the folder of its kernel (or `decoder`, for what the model adds itself) -> logical ops of every
+decoder. What follows is added where a model has it."""
+DENSE = {
+    "linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "row_linear": ("mlp.down_proj",),
     "swiglu": ("mlp.act",),
 }
-"""Region, named by the folder of its kernel (or `decoder`, for what the model adds itself) -> logical ops of a dense
-decoder. `rmsnorm` also owns the norms of queries and keys where the model has them."""
-QK_NORMS = ("attn.k_norm", "attn.q_norm")
+EXPERTS = {
+    "combine": ("moe.combine", "moe.dispatch"),
+    "experts": ("moe.down_proj", "moe.gate_up_proj"),
+    "linear": ("moe.router_proj",),
+    "router": ("moe.choice",),
+    "swiglu": ("moe.act",),
+}
+SHARED = {
+    "linear": ("shared.gate_proj", "shared.up_proj"),
+    "row_linear": ("shared.down_proj",),
+    "swiglu": ("shared.act",),
+}
+SHARED_GATE = {"linear": ("shared.gate",), "swiglu": ("shared.gating",)}
+QK_NORMS = {"rmsnorm": ("attn.k_norm", "attn.q_norm")}
+ATTENTION_GATE = {"swiglu": ("attn.gate",)}
 HYBRID = {
     "linear": ("gdn.a_proj", "gdn.b_proj", "gdn.qkv_proj", "gdn.z_proj"),
     "rmsnorm": ("gdn.norm",),
     "row_linear": ("gdn.out_proj",),
 }
-"""Logical ops that a model with gated delta rules adds to these regions."""
 GDN = {"row_causal": "gdn", "cpr": "gdn_cpr"}
 """`kernels.gdn` -> the region of the rule itself."""
 GDN_OPS = ("gdn.conv", "gdn.core", "gdn.gates", "gdn.l2_norm")
@@ -95,14 +113,19 @@ DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 
 def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
     """Region -> sorted logical ops of this model; `gdn` is the region of its gated delta rules, if it has any."""
+    added = (
+        (config.intermediate_size is not None, DENSE),
+        (config.qk_norm, QK_NORMS),
+        (config.attention_gate, ATTENTION_GATE),
+        (config.hybrid, HYBRID | {gdn: GDN_OPS}),
+        (config.num_experts is not None, EXPERTS),
+        (config.shared_expert_intermediate_size is not None, SHARED),
+        (config.shared_expert_gate, SHARED_GATE),
+    )
     found = dict(OPS)
-    if config.qk_norm:
-        found["rmsnorm"] += QK_NORMS
-    if config.attention_gate:
-        found["swiglu"] += ("attn.gate",)
-    if config.hybrid:
-        found |= {region: found[region] + more for region, more in HYBRID.items()}
-        found[gdn] = GDN_OPS
+    for holds, more in added:
+        if holds:
+            found |= {region: found.get(region, ()) + ops for region, ops in more.items()}
     return {region: tuple(sorted(ops)) for region, ops in found.items()}
 
 
@@ -137,7 +160,7 @@ def topology(schedule: Schedule, records: Mapping[str, str]) -> tuple[TopologyCl
             "lower it"
         )
     decoder = records["decoder"]
-    parallel = ("embedding", *GDN.values(), "linear", "logprob", "row_linear")
+    parallel = ("combine", "embedding", "experts", *GDN.values(), "linear", "logprob", "router", "row_linear")
     cut = tuple(records[region] for region in parallel if region in records)
     degrees = tuple(degree for degree in TENSOR_DEGREES if degree <= schedule.num_leaves)
     return (

@@ -35,12 +35,12 @@ class ExecConfig:
 class ShapeConfig:
     """The shape of a tiny model that is built here, in the words of its Hugging Face configuration."""
 
-    family: Literal["qwen3", "qwen3_5_text"]
+    family: Literal["qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text"]
     """Hugging Face `model_type`."""
     hidden_size: int
     """Width of the residual stream."""
-    intermediate_size: int
-    """Width of the MLP."""
+    intermediate_size: int | None
+    """Width of the MLP; null where a family has only mixtures of experts."""
     num_layers: int
     """Decoder layers."""
     num_heads: int
@@ -63,11 +63,11 @@ class ShapeConfig:
     def fields(self, vocab_size: int) -> dict[str, Any]:
         """The Hugging Face configuration of the model."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
-        return {
+        dense = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
+        return dense | {
             "model_type": self.family,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -80,7 +80,8 @@ class ShapeConfig:
         }
 
     def __post_init__(self) -> None:
-        sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads, self.num_kv_heads)
+        inner = 1 if self.intermediate_size is None else self.intermediate_size
+        sizes = (self.hidden_size, inner, self.num_layers, self.num_heads, self.num_kv_heads)
         _require(min(*sizes, self.head_dim, self.max_position) > 0, "model.shape: every size has to be positive")
         _require(
             self.num_heads % self.num_kv_heads == 0,

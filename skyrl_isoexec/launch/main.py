@@ -136,7 +136,7 @@ def refusal(error: BaseException, log: Path, old: int) -> str | None:
     Lines in the first `old` bytes of the log are an earlier run's.
     """
     from ..runtimes.vllm.guard import MARK
-    from ..runtimes.vllm.settings import ARCHITECTURE
+    from ..runtimes.vllm.settings import ARCHITECTURE, HYBRID_ARCHITECTURE
     from .exactness import Mismatch
     from .expectation import FactsRefused
     from .preflight import Refusal
@@ -145,11 +145,12 @@ def refusal(error: BaseException, log: Path, old: int) -> str | None:
     for one in chain(error):
         if isinstance(one, (Refusal, FactsRefused, SyncRefused, Mismatch)):
             return str(one)
-        if f"Model architectures ['{ARCHITECTURE}'] are not supported" in str(one):
-            return (
-                "an engine's server: plugin.architecture is False, the contract says True: the plugin isoexec, which "
-                f"brings {ARCHITECTURE}, did not load in that process; see isoexec doctor"
-            )
+        for name in (ARCHITECTURE, HYBRID_ARCHITECTURE):
+            if f"Model architectures ['{name}'] are not supported" in str(one):
+                return (
+                    "an engine's server: plugin.architecture is False, the contract says True: the plugin isoexec, "
+                    f"which brings {name}, did not load in that process; see isoexec doctor"
+                )
     lines = log.read_bytes()[old:].decode(errors="replace").splitlines() if log.exists() else []
     marked = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
     return marked[0] if marked else None

@@ -5,7 +5,7 @@ the outputs) and, over pages, a fifth that leaves the open chunk. Requests with 
 with equal bits: a batch of such requests is one launch. While a graph is captured that follows from shapes alone (no
 more rows than requests), and a request with two rows gets NaN.
 
-A page holds bf16 rows and int16, and fp32 only where rows need it; the state is its snapshot and what that lacks:
+A page holds bf16, and fp32 only where rows need it; the state is its snapshot and what that lacks:
 
 | state | shape | dtype | what |
 |---|---|---|---|
@@ -14,7 +14,7 @@ A page holds bf16 rows and int16, and fp32 only where rows need it; the state is
 | errors | [V, chunk, Dv] | bf16 | e |
 | inverse | [V, chunk + 16, chunk] | bf16 | T; then X of the open block of 16 rows |
 | snapshot | [V, Dk, Dv] | bf16 | the state at the start of the open chunk, rounded; not of the first chunk |
-| remainder | [V, Dk, Dv] | int16 | the sixteen bits that the snapshot lacks |
+| remainder | [V, Dk, Dv] | bf16 | the sixteen bits that the snapshot lacks: no number |
 | gates | [V, 2, chunk] | fp32 | sums of g in powers of two, beta |
 | blocks | [V, 16, 16] | fp32 | D of the open block, its rows as columns |
 
@@ -72,25 +72,25 @@ def gdn_states(heads: GdnHeads, conv_width: int, dtype: torch.dtype, *, schedule
         ((values, chunk, width), dtype),
         ((values, chunk + block, chunk), dtype),
         ((values, deep, width), dtype),
-        ((values, deep, width), torch.int16),
+        ((values, deep, width), dtype),
         ((values, 2, chunk), torch.float32),
         ((values, block, block), torch.float32),
     )
 
 
-def live(states: Sequence[Tensor], page: int, position: int, schedule: Schedule) -> tuple[Tensor, ...]:
-    """What a page that holds the state after `position` > 0 tokens carries; everything else in it may be anything."""
+def live(states: Sequence[Tensor], page: int | Tensor, position: int, schedule: Schedule) -> tuple[Tensor, ...]:
+    """What pages that hold the state after `position` > 0 tokens carry; everything else in them may be anything."""
     chunk, block = schedule.gdn_chunk, BLOCK.value
     rows, inner = position % chunk, position % block
     views = tuple(state[page] for state in states)
-    taps = views[CONV].shape[0]
-    found = [views[CONV][at % taps] for at in range(max(0, position - taps + 1), position)]
+    taps = views[CONV].shape[-2]
+    found = [views[CONV][..., at % taps, :] for at in range(max(0, position - taps + 1), position)]
     if position >= chunk:
         found += [views[SNAPSHOT], views[REMAINDER]]
     if rows:
-        found += [views[KEYS][:, :rows], views[ERRORS][:, :rows], views[GATES][..., :rows], views[INVERSE][:, :rows]]
+        found += [views[i][..., :rows, :] for i in (KEYS, ERRORS, INVERSE)] + [views[GATES][..., :rows]]
     if inner:
-        found += [views[INVERSE][:, chunk : chunk + inner], views[BLOCKS][..., :inner]]
+        found += [views[INVERSE][..., chunk : chunk + inner, :], views[BLOCKS][..., :inner]]
     return tuple(found)
 
 

@@ -87,9 +87,9 @@ def leave(
                      mask=live[:, None])  # fmt: skip
             T, X, D = invert(made, total, steps, C)
             rows += page * rows_stride + item * (C + BLOCK) * C
-            tl.store(rows + row[:, None] * C + row[None, :], T, mask=live[:, None])
+            tl.store(rows + row[None, :] * C + row[:, None], T, mask=live[None, :])
             current = live & (row // BLOCK == num_open // BLOCK)
-            tl.store(rows + (C + row % BLOCK)[:, None] * C + row[None, :], X, mask=current[:, None])
+            tl.store(rows + (C + row % BLOCK)[None, :] * C + row[:, None], X, mask=current[None, :])
             number = tl.arange(0, C // BLOCK)[:, None, None]
             i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
             inside = (number == num_open // BLOCK) & (j < num_open % BLOCK) & (i >= 0)

@@ -190,7 +190,7 @@ def finish(
     whole = tl.broadcast_to(G, (C,))
     total = tl.where(before, tl.load(gate + row, mask=before, other=0.0), whole)
     end = tl.sum(G, axis=0)
-    Z = reach(tl.where(last, T_t[None, :], T), tl.where(last, k_t[None, :], K), total, end)
+    Z = reach(tl.trans(tl.where(last, T_t[None, :], T)), tl.where(last, k_t[None, :], K), total, end)
     tl.store(kept + (C - 1) * DV + part * BV + tl.arange(0, BV), e_t)
     tl.debug_barrier()
     PIECE: tl.constexpr = 32 if BV > 32 else BV
@@ -200,7 +200,7 @@ def finish(
         place = within_of(head, deep, columns, DK, DV)
         there = later & (columns >= 0)[None, :]
         chain = restore(
-            tl.load(from_high + place, mask=there, other=0.0), tl.load(from_low + place, mask=there, other=0)
+            tl.load(from_high + place, mask=there, other=0.0), tl.load(from_low + place, mask=there, other=0.0)
         )
         chain = advance(chain, Z, e, end)
         rounded = narrow(chain, tl.bfloat16)

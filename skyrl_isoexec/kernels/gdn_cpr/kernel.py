@@ -1,8 +1,8 @@
 """The chunkwise-parallel recurrent gated delta rule on Hopper, in Triton and bf16.
 
 Notable: the chunk pass is that of the row-causal form; outputs are the recurrence started from each snapshot, parallel
-over chunks. A decode step is one launch: the recurrence, and after the last row of a chunk its chunk pass. Requests with
-one row take that launch, the others the kernels over chunks, with equal bits; while a graph is captured the choice
+over chunks. A decode step is one launch: the recurrence, and after the last row of a chunk its chunk pass. Requests
+with one row take that launch, the others the kernels over chunks, with equal bits; while a graph is captured the choice
 follows from shapes alone (no more rows than requests), and a request with two rows gets NaN.
 
 | state | shape | dtype | what |
@@ -11,7 +11,7 @@ follows from shapes alone (no more rows than requests), and a request with two r
 | keys | [K, chunk, Dk] | bf16 | k of the open chunk |
 | values | [V, chunk, Dv] | bf16 | v of it |
 | snapshot | [V, Dk, Dv] | bf16 | the chain at the start of the open chunk, rounded; not of the first chunk |
-| remainder | [V, Dk, Dv] | int16 | the sixteen bits that the snapshot lacks |
+| remainder | [V, Dk, Dv] | bf16 | the sixteen bits that the snapshot lacks: no number |
 | gates | [V, 2, chunk] | fp32 | sums of g in powers of two, beta |
 | recurrent | [V, Dv, Dk] | fp32 | the state after the last row, from the snapshot, never rounded |
 
@@ -64,22 +64,22 @@ def gdn_states(heads: GdnHeads, conv_width: int, dtype: torch.dtype, *, schedule
         ((keys, chunk, deep), dtype),
         ((values, chunk, width), dtype),
         ((values, deep, width), dtype),
-        ((values, deep, width), torch.int16),
+        ((values, deep, width), dtype),
         ((values, 2, chunk), torch.float32),
         ((values, width, deep), torch.float32),
     )
 
 
-def live(states: Sequence[Tensor], page: int, position: int, schedule: Schedule) -> tuple[Tensor, ...]:
-    """What a page that holds the state after `position` > 0 tokens carries; everything else in it may be anything."""
+def live(states: Sequence[Tensor], page: int | Tensor, position: int, schedule: Schedule) -> tuple[Tensor, ...]:
+    """What pages that hold the state after `position` > 0 tokens carry; everything else in them may be anything."""
     rows = position % schedule.gdn_chunk
     views = tuple(state[page] for state in states)
-    taps = views[CONV].shape[0]
-    found = [views[CONV][at % taps] for at in range(max(0, position - taps + 1), position)]
+    taps = views[CONV].shape[-2]
+    found = [views[CONV][..., at % taps, :] for at in range(max(0, position - taps + 1), position)]
     if position >= schedule.gdn_chunk:
         found += [views[SNAPSHOT], views[REMAINDER]]
     if rows:
-        found += [views[KEYS][:, :rows], views[VALUES][:, :rows], views[GATES][..., :rows], views[RECURRENT]]
+        found += [*(views[i][..., :rows, :] for i in (KEYS, VALUES)), views[GATES][..., :rows], views[RECURRENT]]
     return tuple(found)
 
 

@@ -130,7 +130,7 @@ def finish(
     at = within_of(head, deep, columns, DK, DV)
     there = later & (columns >= 0)[None, :]
     snapshot = tl.load(from_high + at, mask=there, other=0.0)
-    chain = restore(snapshot, tl.load(from_low + at, mask=there, other=0))
+    chain = restore(snapshot, tl.load(from_low + at, mask=there, other=0.0))
     e = missing(value, steps[:, None], total[:, None], dot(K, snapshot, tl.zeros((C, BV), tl.float32)))
     chain = advance(chain, Z, e, end)
     rounded = narrow(chain, tl.bfloat16)

@@ -90,7 +90,7 @@ def backward(
     batch = (slots.base, slots.owner, slots.query_start, slots.seq_lens)
     dy, dx, da, db = torch.empty_like(x), torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
     rates, shifts = (torch.zeros(num, value, dtype=torch.float32, device=device) for _ in range(2))
-    turned = conv.t().contiguous()
+    turned = conv.t().float().contiguous()
     rows_back[(num * (chunk // tile), 1 + 2 * heads.num_key_heads + value)](
         x, a, b, turned, a_log, dt_bias, *batch, *found, dy, da, db, rates, shifts, slots.num_requests,
         HB=power_of_two(value), W=taps, ROWS=tile, num_warps=4, **shape_constants(heads, chunk), **EXACT,

@@ -41,35 +41,39 @@ def substitute(left, D, NUM: tl.constexpr):
 
 @triton.jit
 def invert(keys, total, beta, C: tl.constexpr):
-    """bf16 (T [C, C], X [C, C]) and fp32 D [C / 16, 16, 16], its rows as columns, of keys [C, Dk], G and beta [C]."""
+    """bf16 transposed T and X [C, C], and fp32 D [C / 16, 16, 16], its rows as columns, of keys [C, Dk], G, beta [C].
+
+    All of it is transposed: row c and column t hold element (t, c), because then nothing changes its place in registers.
+    """
     NB: tl.constexpr = C // BLOCK
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     none = tl.zeros((C, C), tl.float32)
-    scores = dot(keys, tl.trans(keys), none)
-    lower = tl.where(row > column, beta[:, None] * (powers(total, C) * scores), 0.0)
+    scores = dot(keys, tl.trans(keys), none)  # symmetric to the bit
     own = tl.arange(0, NB)[:, None, None, None] == tl.arange(0, NB)[None, None, :, None]
+    lower = tl.where(row > column, beta[:, None] * (powers(total, C) * scores), 0.0)
     diagonal = tl.sum(tl.where(own, tl.reshape(lower, (NB, BLOCK, NB, BLOCK)), 0.0), axis=2)
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
-    D = tl.broadcast_to(tl.where(j == 0, (i == 0).to(tl.float32), 0.0), (NB, BLOCK, BLOCK))  # its rows as columns
+    D = tl.where(j == 0, (i == 0).to(tl.float32), diagonal)  # columns yet to come meet zeros
     for step in tl.static_range(1, BLOCK):
         left = tl.sum(tl.where(i == step, diagonal, 0.0), axis=1)  # one element that is not zero: exact
         made = substitute(left[:, None, :], D, NB * BLOCK)
         D = tl.where(j == step, (i == step).to(tl.float32) - tl.reshape(made, (NB, BLOCK))[:, :, None], D)
-    whole = tl.reshape(tl.where(own, tl.trans(D, 0, 2, 1)[:, :, None, :], 0.0), (C, C))
+    whole = tl.reshape(tl.where(own, D[:, :, None, :], 0.0), (C, C))
+    above = column // BLOCK > row // BLOCK
+    powers_back = tl.exp2(tl.where(above, total[None, :] - total[:, None], 0.0))
+    outer = narrow(tl.where(above, beta[None, :] * (powers_back * scores), 0.0), tl.bfloat16)
     inner, T, X = narrow(whole, tl.bfloat16), narrow(whole, tl.bfloat16), narrow(none, tl.bfloat16)
-    below = row // BLOCK > column // BLOCK
-    outer = narrow(tl.where(below, lower, 0.0), tl.bfloat16)
     for _ in tl.static_range(NB - 1):
-        X = narrow(dot(outer, T, none) + 0.0, tl.bfloat16)  # no -0: a row alone has none
-        T = narrow(tl.where(below, -(dot(inner, X, none) + 0.0), whole), tl.bfloat16)
+        X = narrow(dot(T, outer, none) + 0.0, tl.bfloat16)  # no -0: a row alone has none
+        T = narrow(tl.where(above, -(dot(X, inner, none) + 0.0), whole), tl.bfloat16)
     return T, X, D
 
 
 @triton.jit
 def reach(T, keys, total, last):
-    """bf16 Z [C, Dk] of T [C, C], keys [C, Dk], G [C] and its last value."""
+    """bf16 Z [C, Dk] of the transposed T [C, C], keys [C, Dk], G [C] and its last value."""
     decayed = narrow(tl.exp2(last - total)[:, None] * widen(keys), tl.bfloat16)
-    return narrow(dot(tl.trans(T), decayed, tl.zeros(keys.shape, tl.float32)), tl.bfloat16)
+    return narrow(dot(T, decayed, tl.zeros(keys.shape, tl.float32)), tl.bfloat16)
 
 
 @triton.jit
@@ -87,16 +91,16 @@ def advance(state, Z, errors, last):
 
 @triton.jit
 def remainder(state, snapshot):
-    """int16 that gives the state back together with its snapshot."""
+    """Sixteen bits, kept as bf16, that give the state back together with its snapshot."""
     high = snapshot.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return ((state.to(tl.int32, bitcast=True) - high) >> 1).to(tl.int16)
+    return ((state.to(tl.int32, bitcast=True) - high) >> 1).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def restore(snapshot, rest):
     """fp32 state of its snapshot and remainder."""
     high = snapshot.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return (high + (rest.to(tl.int32) << 1)).to(tl.float32, bitcast=True)
+    return (high + (rest.to(tl.int16, bitcast=True).to(tl.int32) << 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -112,7 +116,7 @@ def prepare(
         at = slot * HV + head
         total = tl.load(decay + at * C + row)
         T, _, _ = invert(keys, total, tl.load(beta + at * C + row), C)
-        tl.store(inverse + at * C * C + row[:, None] * C + row[None, :], T)
+        tl.store(inverse + at * C * C + row[None, :] * C + row[:, None], T)
         Z = reach(T, keys, total, tl.load(decay + at * C + C - 1))
         tl.store(ends + at * C * DK + row[:, None] * DK + column[None, :], Z)
 
@@ -145,7 +149,7 @@ def _errors(
     C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     RESUME: tl.constexpr,
 ):  # fmt: skip
-    """e of a slot [C, columns], stored with the snapshot it starts from; if RESUME, `kept` has those of the first `old` rows."""
+    """e of a slot [C, columns], stored with the snapshot it starts from; if RESUME, `kept` has the first `old` rows."""
     row, deep = tl.arange(0, C), tl.arange(0, DK)
     at = slot * HV + head
     keys = tl.load(k + (slot * HK + head // (HV // HK)) * C * DK + row[:, None] * DK + deep[None, :])
@@ -188,7 +192,7 @@ def walk(
             source = tl.load(pages + tl.maximum(begin - 1, 0) // PAGE).to(tl.int64)
             later = (start > 0) & (columns >= 0)[None, :]
             high = tl.load(snapshot + source * snapshot_stride + within, mask=later, other=0.0)
-            state = restore(high, tl.load(rest + source * rest_stride + within, mask=later, other=0))
+            state = restore(high, tl.load(rest + source * rest_stride + within, mask=later, other=0.0))
             if RESUME:
                 kept += source * kept_stride + head * C * DV
         else:

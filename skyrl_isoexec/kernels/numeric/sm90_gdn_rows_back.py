@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from skyrl_isoexec.kernels.numeric.sm90 import narrow, widen
-from skyrl_isoexec.kernels.numeric.sm90_gdn_rows import LOG2_E, NORM_EPS, exp, gates, place, silu, taps
+from skyrl_isoexec.kernels.numeric.sm90_gdn_rows import LOG2_E, NORM_EPS, exp, gates, place, reciprocal, silu, taps
 
 
 @triton.jit
 def _silu_back(y, grad):
     """Gradient for y of grad * silu(y)."""
-    s = 1.0 / (exp(-y) + 1.0)
+    s = reciprocal(exp(-y) + 1.0)
     return grad * s * (1.0 + y * (1.0 - s))
 
 
@@ -36,7 +36,7 @@ def _gates_back(
     a_row = tl.load(a + at, mask=there, other=0.0)
     g, _ = gates(a_row, tl.load(b + at, mask=there, other=0.0), rate, shift)
     grad = tl.load(dg + head * C + row, mask=there, other=0.0)
-    back = grad * -exp(widen(rate)) / (exp(-(widen(a_row) + widen(shift))) + 1.0)
+    back = grad * -exp(widen(rate)) * reciprocal(exp(-(widen(a_row) + widen(shift))) + 1.0)
     tl.store(da + at, narrow(back, tl.bfloat16), mask=there)
     tl.store(db_out + at, narrow(tl.load(db + head * C + row, mask=there, other=0.0), tl.bfloat16), mask=there)
     heads = tl.arange(0, HB)

@@ -33,16 +33,18 @@ def planned(launch: LaunchConfig) -> DecoderConfig:
     """The configuration of the base checkpoint that `model.shape` describes, known before it is trained."""
     shape = launch.model.shape
     assert shape is not None
-    size = shape.num_layers * shape.hidden_size * (4 * shape.num_heads * shape.head_dim + 3 * shape.intermediate_size)
+    try:
+        config = from_hf(shape.fields(len(SYMBOLS)), dtype=launch.model.dtype)
+    except (ValueError, TypeError) as error:
+        raise Refusal(f"model.shape: {error}; mend the shape") from error
+    inner = (config.intermediate_size or 0) + (config.num_experts or 0) * (config.moe_intermediate_size or 0)
+    size = config.num_layers * config.hidden_size * (4 * config.num_heads * config.head_dim + 3 * inner)
     if size > LARGEST:
         raise Refusal(
             f"model.shape has about {size // 10**6} million parameters, and up to {LARGEST // 10**6} are trained here; "
             "lower its sizes, or name a checkpoint with model.path"
         )
-    try:
-        return from_hf(shape.fields(len(SYMBOLS)), dtype=launch.model.dtype)
-    except (ValueError, TypeError) as error:
-        raise Refusal(f"model.shape: {error}; mend the shape") from error
+    return config
 
 
 def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderConfig:
@@ -153,10 +155,11 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
 
 def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
     tp, heads, kv_heads = launch.topology.engine.tp, config.num_heads, config.num_kv_heads
-    if heads % tp or (kv_heads % tp and tp % kv_heads) or config.intermediate_size % tp:
+    inner = config.intermediate_size or config.moe_intermediate_size
+    if heads % tp or (kv_heads % tp and tp % kv_heads) or inner % tp:
         raise Refusal(
             f"topology.engine.tp={tp} does not divide the model (num_heads = {heads}, num_kv_heads = {kv_heads}, "
-            f"intermediate_size = {config.intermediate_size}); choose a degree that divides it"
+            f"intermediate_size = {inner}); choose a degree that divides it"
         )
     if launch.runtime.device == "cpu" and config.hybrid and config.dtype != "bfloat16":
         raise Refusal(

@@ -11,8 +11,8 @@ from skyrl_isoexec.model.families.base import Family, Unsupported
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY for module in (qwen3, llama, qwen2, mimo, qwen3_5, qwen3_moe, qwen3_5_moe)
 }
-OWN_ARCHITECTURE = "IsoExecForCausalLM"
-"""Name under which an engine is asked for this model; it says nothing about the family."""
+OWN_ARCHITECTURES = ("IsoExecForCausalLM", "IsoExecHybridForCausalLM")
+"""Names under which an engine is asked for this model; they say nothing about the family."""
 
 
 def lookup(name: str) -> Family:
@@ -24,7 +24,7 @@ def lookup(name: str) -> Family:
 
 def detect(hf_config: Mapping[str, object]) -> Family:
     """Family of a Hugging Face configuration, from `architectures` and `model_type`, which must agree."""
-    names = [name for name in hf_config.get("architectures") or () if name != OWN_ARCHITECTURE]
+    names = [name for name in hf_config.get("architectures") or () if name not in OWN_ARCHITECTURES]
     kind = hf_config.get("model_type")
     found = [f for f in FAMILIES.values() if kind in f.model_types or set(names) & set(f.architectures)]
     agreed = [f for f in found if kind in (None, *f.model_types) and set(names) <= set(f.architectures)]

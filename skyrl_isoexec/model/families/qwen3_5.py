@@ -63,9 +63,7 @@ def read_text(
     dtype: str | None = None,
 ) -> DecoderConfig:
     """DecoderConfig of the fields of a text part; `inert`, `fixed` and `more` as in `read_config`."""
-    need(
-        names.family, text, "num_key_value_heads"
-    )  # elsewhere its absence means as many as query heads; here it does not
+    need(names.family, text, "num_key_value_heads")  # absent, it does not mean as many as query heads
     interval = _interval(names.family, text)
     rotary_dim, rest = _rotation(names.family, text)
     bias = bool(text.get("attention_bias", False))

@@ -27,7 +27,7 @@ from .native import NativeModel
 def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerConfig:
     """Megatron's description of the decoder for this process's groups. Keyword arguments override its fields.
 
-    ValueError for sequence or context parallelism, which this model has no proven layout for.
+    ValueError for sequence, context or expert parallelism, which this model has no proven layout for.
     """
     dtype = getattr(torch, model.dtype)
     cuda = torch.cuda.is_available()
@@ -37,7 +37,7 @@ def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerCon
         "num_attention_heads": model.num_heads,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.intermediate_size,
+        "ffn_hidden_size": model.intermediate_size or model.moe_intermediate_size,  # of no layer of Megatron's own
         "layernorm_epsilon": model.rms_norm_eps,
         "add_bias_linear": False,
         "params_dtype": dtype,
@@ -52,7 +52,7 @@ def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerCon
         "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, also of a dense model
     }
     fields.update(overrides)
-    for name in ("sequence_parallel", "context_parallel_size"):
+    for name in ("sequence_parallel", "context_parallel_size", "expert_model_parallel_size"):
         if fields.get(name, False) not in (False, None, 1):
             raise ValueError(f"TransformerConfig.{name} = {fields[name]} is not supported by the unified model")
     return TransformerConfig(**fields)

@@ -88,8 +88,7 @@ def _page_rules(vllm_config: VllmConfig, config: DecoderConfig, kernels: Kernels
             "block_size",
             size,
             size * token_bytes(config, tp) >= state_bytes(config, tp, kernels),
-            f"{needed} and its multiples, where a page of keys and values has the {state_bytes(config, tp, kernels)} "
-            "bytes of a page of states",
+            f"at least {needed}, where keys and values fill the {state_bytes(config, tp, kernels)} bytes of a state",
         ),
         ("enable_prefix_caching", caching, caching or not asked, f"on with mamba_block_size or mamba_cache_mode{off}"),
         (

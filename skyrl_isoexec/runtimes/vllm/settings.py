@@ -62,7 +62,7 @@ class HybridPages:
     """How the cache of a model with recurrent layers is paged."""
 
     page_size: int
-    """Tokens of a page: at least `pages.hybrid_page_size`, and a multiple of it is always one."""
+    """Tokens of a page: whole chunks and softmax blocks, at least `pages.hybrid_page_size`."""
     prefix_caching: bool
     """Whether the engine was told to find cached prefixes; without, a sequence has one page of states."""
 

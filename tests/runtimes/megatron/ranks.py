@@ -9,6 +9,7 @@ scores again, saves, trains a third step, loads into a fresh model, trains the t
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -68,6 +69,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 ROWS, LENGTH, VOCABULARY, LEAVES, CHUNK = 4, 36, 32, 4, 16
 RAGGED = (31, 32, 33, 5)
 """Lengths of the sequences that are padded, and packed: around the end of a chunk."""
+PATIENCE = 200
+"""Seconds for the ranks of one case."""
 Micro = tuple[torch.Tensor, Sequence[int] | None]
 """Token ids, and, if they are packed sequences, where those start and end."""
 
@@ -180,19 +183,28 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, folder: Path) -> None:
-        """A distributed checkpoint; collective."""
-        from megatron.core import dist_checkpointing
+        """A distributed checkpoint, written as SkyRL writes it; collective."""
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
-        dist_checkpointing.save(self.sharded(loading=False), str(folder))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group)
+        dist_checkpointing.save(self.sharded(loading=False), str(folder), sharded_strategy=strategy)
+        dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """The model and the optimizer of a distributed checkpoint; collective."""
-        from megatron.core import dist_checkpointing
+        """The model and the optimizer of a distributed checkpoint, read as SkyRL reads it; collective."""
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-        state = dist_checkpointing.load(self.sharded(loading=True), str(folder))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
+        state = dist_checkpointing.load(self.sharded(loading=True), str(folder), sharded_strategy=strategy)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -234,15 +246,18 @@ def reshard(checkpoint: str, dtype: str, output: Path) -> dict:
     trainer = Trainer(checkpoint, dtype)
     for _ in range(2):
         trainer.run(batches(), train=True)
-    trainer.save(output / "tp2")
-    result = {2: (dict(export(trainer.model)), load_plain_tensors(str(output / "tp2")))}
+
+    def found(trainer: Trainer, size: int) -> tuple[dict, dict]:
+        trainer.save(output / f"tp{size}")
+        return dict(export(trainer.model)), load_plain_tensors(str(output / f"tp{size}"))
+
+    result = {2: found(trainer, 2)}
     for size in (1, 4):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(size)
         other = Trainer(checkpoint, dtype)
         other.load(output / "tp2")
-        other.save(output / f"tp{size}")
-        result[size] = dict(export(other.model)), load_plain_tensors(str(output / f"tp{size}"))
+        result[size] = found(other, size)
     return result
 
 
@@ -287,5 +302,9 @@ def main(checkpoints: str, output: str, *cases: str) -> None:
         ranks = [forked.Process(target=attempt, args=(case, i, *given)) for i in range(LAYOUTS[case.split("-")[1]][2])]
         for process in ranks:
             process.start()
+        ends = time.monotonic() + PATIENCE
         for process in ranks:
-            process.join()
+            process.join(max(0.0, ends - time.monotonic()))
+        for process in (process for process in ranks if process.is_alive()):
+            (folder / "error.txt").write_text(f"not all ranks ended within {PATIENCE} s")
+            process.kill()

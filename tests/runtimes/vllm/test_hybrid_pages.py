@@ -95,7 +95,7 @@ REFUSED = {
     "no whole chunks": ({"block_size": 96, "mamba_block_size": 96}, "block_size = 96 .*schedule.gdn_chunk = 64"),
     "no room for a state": (
         {"dtype": "bfloat16"},
-        "block_size = 64 is not supported; supported: 128 and its multiples, where .* has the 129536 bytes",
+        "block_size = 64 is not supported; supported: at least 128, where .* fill the 129536 bytes of a state",
     ),
     "no size of states": ({"mamba_block_size": None}, "mamba_block_size = 64 .*block_size = 64, said in so many words"),
     "another size of states": ({"mamba_block_size": 128}, "mamba_block_size = 128 .*supported: block_size = 64"),
