@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -81,14 +82,14 @@ def same_states(a: Paged, b: Paged, length: int) -> int:
 @pytest.mark.parametrize(
     "name, chunk, length, steps",
     [
-        ("gdn", 64, 131, [(15, 18), (31, 33), (47, 49), (62, 66), (127, 130)]),
-        ("gdn_cpr", 16, 35, [(1, 2), (15, 18), (30, 33)]),
+        ("gdn", 64, 67, [(15, 18), (31, 33), (63, 66)]),
+        ("gdn_cpr", 16, 34, [(15, 18), (31, 33)]),
     ],
 )
 def test_a_row_has_the_same_bits_however_it_is_computed(name, chunk, length, steps, same_bits):
     """Prefills that end and start beside blocks of 16, chunks and pages, with decode steps over those places."""
     impl, order = importlib.import_module(f"skyrl_isoexec.kernels.{name}.kernel"), Schedule(gdn_chunk=chunk)
-    case = Case(heads=HEADS, lengths=(length,))
+    case = Case(heads=replace(HEADS, num_value_heads=1), lengths=(length,))
     whole, once, cut = packed(impl, case, order), paged(impl, case, order, chunk), paged(impl, case, order, chunk)
     same_bits(once.step([(0, 0, length)]), whole)
     at = 0
@@ -97,8 +98,8 @@ def test_a_row_has_the_same_bits_however_it_is_computed(name, chunk, length, ste
             same_bits(cut.step([(0, lo, hi)]), whole[lo:hi])
         at = last
     same_bits(cut.step([(0, at, length)]), whole[at:])
-    assert same_states(once, cut, length) > 10_000
-    assert all(any(first <= t < last for first, last in steps) for t in (chunk - 1, chunk, 2 * chunk - 1, 2 * chunk))
+    assert same_states(once, cut, length) > 2_000
+    assert all(any(first <= t < last for first, last in steps) for t in (15, 16, chunk - 1, chunk))
 
 
 @interpreted
@@ -192,7 +193,7 @@ def test_every_state_matters(form):
 
 @interpreted
 def test_a_state_is_its_snapshot_and_sixteen_bits():
-    """For every value whose last bit is clear: ties of the rounding, infinities, NaN, subnormals and zeros of a sign."""
+    """For any value whose last bit is clear: ties of the rounding, infinities, NaN, subnormals and signed zeros."""
     language = importlib.import_module("triton.language")
     numeric = importlib.import_module("skyrl_isoexec.kernels.numeric.sm90_gdn_chunk")
     names = {"tl": language, "narrow": numeric.narrow, "remainder": numeric.remainder, "restore": numeric.restore}
