@@ -39,9 +39,7 @@ class Step:
         """o_TND over the pages."""
         kernels, cache = self.decoder.kernels, self.caches[layer]
         kernels.write_kv(k_TKD, v_TKD, cache, self.slots_T)
-        return kernels.attention_paged(
-            q_TND, cache, self.table, self.starts, self.lengths, self.decoder.config.scale
-        )
+        return kernels.attention_paged(q_TND, cache, self.table, self.starts, self.lengths, self.decoder.config.scale)
 
     def recur(self, layer: int, rows: GdnRows) -> Tensor:
         """o_TVD over the pages."""

@@ -295,9 +295,7 @@ def against_installation(contract: Contract) -> list[str]:
         (impl,), (arch,) = set(files.values()), {entry.impl.arch for entry in contract.composition}
         (temperature,) = {e.constants["temperature"] for e in contract.composition if "temperature" in e.constants}
         gdn = next((region for region in GDN.values() if region in files), GDN["row_causal"])
-        again = _compose(
-            _config(contract), arch, impl, gdn, schedule, from_bits(temperature), contract.deployment
-        )
+        again = _compose(_config(contract), arch, impl, gdn, schedule, from_bits(temperature), contract.deployment)
     except (ValueError, KeyError, TypeError) as error:
         return [f"this contract cannot be composed here: {error}"]
     problems = [f"here it would differ: {line}" for line in diff(contract, again)]

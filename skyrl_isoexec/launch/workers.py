@@ -6,7 +6,6 @@ for the unified model, the contract: the same bytes that the engine gets.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import AutoConfig
 
 from ..contract import decode, digest
 from ..kernels.selection import select
-from ..model.checkpoint import save
+from ..model.checkpoint import export_config, save
 from ..runtimes.megatron.facts import facts, probe, served
 from ..runtimes.megatron.install import build, build_native, distribute
 from ..runtimes.megatron.logprob import token_logprobs
@@ -97,8 +96,7 @@ class ModelWorker:
         """A checkpoint folder in Hugging Face format, written by the first rank. Collective."""
         tensors = dict(export(self.actor_module[0]))
         if torch.distributed.get_rank() == 0:
-            config = (Path(self._checkpoint) / "config.json").read_bytes()
-            save(export_dir, config, tensors, overwrite=True)
+            save(export_dir, export_config(self._checkpoint), tensors, overwrite=True)
             tokenizer.save_pretrained(export_dir)
         torch.distributed.barrier()
 

@@ -17,8 +17,8 @@ from skyrl_isoexec.model.sequences import Sequences
 if TYPE_CHECKING:
     from skyrl_isoexec.model.decoder import Decoder
 
-LENGTHS = (17, 7)
-"""Tokens of the two packed sequences; the first is longer than one softmax block of 16."""
+LENGTHS = (70, 7)
+"""Tokens of the two packed sequences; the first is longer than a softmax block of 16, and than a chunk of 64."""
 FACTOR, SHIFT = 7919, 13
 """Token i is (FACTOR * i + SHIFT) modulo the size of the vocabulary."""
 

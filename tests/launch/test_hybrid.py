@@ -1,4 +1,4 @@
-"""What a model with gated delta rules changes in a run's contract, in the engine's arguments, and in what is refused."""
+"""What a model with gated delta rules changes in a contract, in the engine's arguments, and in what is refused."""
 
 from pathlib import Path
 from typing import Any

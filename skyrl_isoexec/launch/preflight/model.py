@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,8 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
         config = from_hf(fields, dtype=dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{key}={folder}: {CONFIG}: {error}; mend the file, or give another checkpoint") from error
-    found = _shapes(folder)
-    expected, ignored = layout(config), lookup(config.family).ignored
+    expected, family = layout(config), lookup(config.family)
+    found = {family.own_name(name): shape for name, shape in _shapes(folder).items() if family.reason(name) is None}
     problems = []
     for name, shape in expected.items():
         if name not in found:
@@ -69,7 +68,7 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
         elif found[name] != shape:
             problems.append(f"tensor {name} has shape {found[name]}, config.json gives {shape}")
     for name in sorted(found.keys() - expected.keys()):
-        if not any(re.fullmatch(rule, name) for rule in ignored) and not (config.tied_head and name == HEAD_NAME):
+        if not (config.tied_head and name == HEAD_NAME):
             problems.append(f"tensor {name} is not part of this model")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

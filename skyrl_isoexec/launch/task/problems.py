@@ -61,7 +61,7 @@ def split(digits: int, one_in: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def row(problem: Problem, before: str = "") -> dict:
-    """A problem, after a `context`, as a row of SkyRL's data format: messages, environment, and what its reward needs."""
+    """A problem, after a `context`, as a row of SkyRL's data format: messages, environment, what its reward needs."""
     return {
         "data_source": "addition",
         "prompt": [{"role": "user", "content": before + problem.prompt}],

@@ -1,4 +1,4 @@
-"""The script of the ranks is also where their cases are described."""
+"""The tests and the processes of the ranks find `rank_cases` beside them."""
 
 import sys
 from pathlib import Path

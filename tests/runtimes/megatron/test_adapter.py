@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, ROWS, batches, packed, sequences
+from rank_cases import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, ROWS, batches, packed, sequences
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families

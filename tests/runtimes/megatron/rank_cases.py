@@ -1,0 +1,85 @@
+"""What the ranks of a test are: their models, layouts and inputs."""
+
+from collections.abc import Sequence
+
+import torch
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 32,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+HYBRID = DENSE | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
+MODELS = {"dense": DENSE, "hybrid": HYBRID}
+"""Configurations; the stages of a hybrid at pp2 are two delta rules, and one with an attention."""
+LAYOUTS = {"single": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "reshard": (2, 1, 4)}
+"""Tensor- and pipeline-parallel size, number of ranks."""
+CASES = [
+    "dense-single-float32",
+    "dense-single-bfloat16",
+    "dense-tp2-float32",
+    "dense-tp2-bfloat16",
+    "dense-pp2-float32",
+    "dense-dp2-float32",
+    "hybrid-single-float32",
+    "hybrid-tp2-bfloat16",
+    "hybrid-pp2-float32",
+]
+RESHARD = "hybrid-reshard-float32"
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ROWS, LENGTH, VOCABULARY, LEAVES, CHUNK = 4, 36, 32, 4, 16
+RAGGED = (31, 32, 33, 5)
+"""Lengths of the sequences that are padded, and packed: around the end of a chunk."""
+Micro = tuple[torch.Tensor, Sequence[int] | None]
+"""Token ids, and, if they are packed sequences, where those start and end."""
+
+
+def batches() -> list[torch.Tensor]:
+    """Two micro-batches of token ids [2, LENGTH]."""
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator).split(2))
+
+
+def sequences() -> list[torch.Tensor]:
+    """The batches' rows, cut to their lengths."""
+    return [row[:length] for row, length in zip(torch.cat(batches()), RAGGED, strict=True)]
+
+
+def padded(token: int) -> torch.Tensor:
+    """The sequences [ROWS, LENGTH], left-aligned, each followed by that token."""
+    ids = torch.full((ROWS, LENGTH), token)
+    for row, sequence in zip(ids, sequences(), strict=True):
+        row[: len(sequence)] = sequence
+    return ids
+
+
+def packed() -> Micro:
+    """The sequences end to end [1, T], each padded to a multiple of four."""
+    whole = [torch.nn.functional.pad(sequence, (0, -len(sequence) % 4), value=9) for sequence in sequences()]
+    bounds = [0, *torch.tensor([len(one) for one in whole]).cumsum(0).tolist()]
+    return torch.cat(whole)[None], bounds
