@@ -56,10 +56,10 @@ def row_linear_two_leaves() -> SimpleNamespace:
     """The second and the third leaf of a tree, where it has as many."""
     cpu = variant("row_linear")
 
-    def row_linear(x, w, num_leaves, packed=None):
+    def row_linear(x, w, num_leaves, packed=None, out_dtype=torch.float32):
         leaves = torch.arange(x.shape[1]).view(num_leaves, -1)
         order = leaves[exchanged(num_leaves, 1, 2)].flatten()
-        return cpu.row_linear(x[:, order], w[:, order], num_leaves)
+        return cpu.row_linear(x[:, order], w[:, order], num_leaves, None, out_dtype)
 
     return variant("row_linear", row_linear=row_linear)
 

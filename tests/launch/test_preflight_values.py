@@ -100,7 +100,7 @@ def test_default_passes() -> None:
     ("arguments", "named"),
     [
         (["+exec=isoexec", "topology.trainer.pp=4"], "topology.trainer.pp=4 does not divide the model's 2 layers"),
-        (["+exec=isoexec", "kernels.num_leaves=1024"], "kernels.num_leaves=1024: intermediate_size = 448"),
+        (["+exec=isoexec", "kernels.num_leaves=1024"], "kernels.num_leaves=1024: num_heads * head_dim = 256"),
         (["+exec=isoexec", "topology.trainer.tp=32"], "topology.trainer.tp=32: num_heads = 8"),
         (["+exec=isoexec", "topology.engine.tp=8"], "topology.engine.tp=8: num_kv_heads = 4"),
         (["+exec=isoexec", "model.shape.num_layers=100000"], "model.shape has about 30310 million parameters"),
