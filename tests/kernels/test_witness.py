@@ -59,7 +59,9 @@ def test_a_replaced_attribute_of_a_module_shows(monkeypatch) -> None:
 
 
 def test_constants_come_from_the_functions(kernels) -> None:
-    assert constants(kernels) == {"constant.num_leaves": 4, "constant.kv_block": 32, "constant.kv_partition": 64}
+    dense = {"constant.num_leaves": 4, "constant.kv_block": 32, "constant.kv_partition": 64}
+    assert constants(kernels) == dense | {"constant.gdn_chunk": 64}
+    assert constants(load_kernels(dict.fromkeys(("attention", "logprob"), "cpu"), SCHEDULE)) == dense
     other = partial(kernels.logprobs.__wrapped__.func, num_leaves=2)
     with pytest.raises(WitnessError, match="logprobs has num_leaves = 2, another has 4"):
         constants(replaced(kernels, logprobs=other))
