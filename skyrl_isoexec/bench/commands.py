@@ -1,4 +1,4 @@
-"""`isoexec bench layers|engine`."""
+"""`isoexec bench layers|engine|gdn`."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,12 @@ from skyrl_isoexec.bench import engine
 
 def _layers(arguments: argparse.Namespace) -> int:
     from skyrl_isoexec.bench.layers import run  # torch and triton only where they are used
+
+    return run(arguments)
+
+
+def _gdn(arguments: argparse.Namespace) -> int:
+    from skyrl_isoexec.bench.gdn import run
 
     return run(arguments)
 
@@ -23,3 +29,9 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
     layers.add_argument("--out", type=Path, default=Path("bench_layers.json"), help="JSON with every number")
     layers.set_defaults(run=_layers)
     engine.add_arguments(verbs.add_parser("engine", help="a whole engine beside stock vLLM, on this GPU"))
+    gdn = verbs.add_parser("gdn", help="both forms of the gated delta rule beside the stock kernels, on this GPU")
+    gdn.add_argument("--heads", nargs="*", default=["whole", "half", "quarter", "eighth"])
+    gdn.add_argument("--work", nargs="*", default=["train", "prefill", "decode"])
+    gdn.add_argument("--unproved", action="store_true", help="also where no gate's record is valid")
+    gdn.add_argument("--out", type=Path, default=Path("bench_gdn.json"), help="JSON with every number")
+    gdn.set_defaults(run=_gdn)

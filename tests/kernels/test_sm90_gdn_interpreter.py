@@ -225,29 +225,22 @@ def test_a_state_is_its_snapshot_and_sixteen_bits():
 
 @interpreted
 @pytest.mark.parametrize(("kind", "bound"), [("normal", 2e-2), ("gates", 1e-1)])
-def test_bound_and_gradients_against_float64(row_causal, kind, bound, same_bits):
-    """Outputs, and gradients of every operand, which repeat to the bit."""
+def test_bound_and_gradients_against_float64(row_causal, kind, bound):
+    """Outputs, and gradients of every operand."""
     case = Case(kind=kind, heads=HEADS, lengths=(1, 35, 0, 16))
     given, cu = gdn_cases.rows(case, BF16)
     assert all(gdn_cases.reached(case, given, 16).values())
     weight = torch.randn(52, 2, 32, generator=torch.Generator().manual_seed(1)).to(BF16)
 
-    def gradients() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        leaves = [t.clone().requires_grad_() for t in given]
-        out = row_causal.gdn(*leaves, cu, HEADS, schedule=SHORT)
-        out.backward(weight)
-        return out.detach(), [leaf.grad for leaf in leaves]
-
-    out, ours = gradients()
+    ours = [t.clone().requires_grad_() for t in given]
+    out = row_causal.gdn(*ours, cu, HEADS, schedule=SHORT)
+    out.backward(weight)
     leaves = [t.double().requires_grad_() for t in given]
     exact = gdn_cases.exact(leaves, cu, HEADS)
     exact.backward(weight.double())
-    assert (out.double() - exact).abs().max() < 2.0**-5 * exact.abs().max()
+    assert (out.detach().double() - exact).abs().max() < 2.0**-5 * exact.abs().max()
     for a, b in zip(ours, leaves, strict=True):
-        assert a.dtype == BF16 and (a.double() - b.grad).abs().max() < bound * b.grad.abs().max()
-    if kind == "gates":
-        for a, b in zip(ours, gradients()[1], strict=True):
-            same_bits(a, b)
+        assert a.grad.dtype == BF16 and (a.grad.double() - b.grad).abs().max() < bound * b.grad.abs().max()
 
 
 @interpreted

@@ -3,6 +3,8 @@
     o_t = scale (exp(G_t) (q_t S0) + round(round(P)_t T) e), P_ts = exp(G_t - G_s) (q_t . k_s), s <= t
 
 rounded once; the rest is in `numeric.sm90_gdn_chunk`. What must stay equal: `triton_step.py` computes one row of this.
+The first product is where the second one's accumulator starts: Triton itself turns a sum of a product into that, and
+must not find it in one of the two kernels alone.
 
 Shapes: N slots, C rows of a chunk, K key heads, V value heads, Dk and Dv their widths.
 """
@@ -13,12 +15,6 @@ import triton.language as tl
 from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow
 from skyrl_isoexec.kernels.numeric.sm90_gdn_chunk import BLOCK, invert, powers
 from skyrl_isoexec.kernels.numeric.sm90_gdn_rows import leave_conv, place
-
-
-@triton.jit
-def output(total, scale, base, inner):
-    """bf16 o of exp(G), q S0 and the rest, of one shape or broadcast to it."""
-    return narrow(scale * (tl.exp2(total) * base + inner), tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -42,8 +38,8 @@ def attend(
         mixed = narrow(dot(weights, T, none), tl.bfloat16)
         S0 = tl.load(snapshots + at * DK * DV + deep[:, None] * DV + columns[None, :])
         e = tl.load(errors + at * C * DV + row[:, None] * DV + columns[None, :])
-        wide = tl.zeros((C, BV), tl.float32)
-        y = output(total[:, None], scale, dot(queries, S0, wide), dot(mixed, e, wide))
+        first_part = tl.exp2(total)[:, None] * dot(queries, S0, tl.zeros((C, BV), tl.float32))
+        y = narrow(scale * dot(mixed, e, first_part), tl.bfloat16)
         position = start + row
         there = (position >= begin) & (position < context)
         to = (first + position - begin).to(tl.int64) * HV + head

@@ -15,7 +15,6 @@ Shapes: C rows of a chunk, K key heads, V value heads, Dk and Dv their widths, W
 import triton
 import triton.language as tl
 
-from skyrl_isoexec.kernels.gdn.triton_outputs import output
 from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow, widen
 from skyrl_isoexec.kernels.numeric.sm90_gdn_chunk import (
     BLOCK,
@@ -36,8 +35,8 @@ SIDE = tl.constexpr(16)
 
 @triton.jit
 def pick(tile, number):
-    """One column of a tile: a sum with one element that is not zero."""
-    return tl.sum(tl.where(tl.arange(0, tile.shape[1])[None, :] == number, tile, 0.0), axis=1)
+    """One column of a tile to the bit: a sum with zeros whose sign changes no zero."""
+    return tl.sum(tl.where(tl.arange(0, tile.shape[1])[None, :] == number, tile, -0.0), axis=1)
 
 
 @triton.jit
@@ -143,9 +142,10 @@ def step(
 
         # o of the row
         e1 = tl.where(here[:, None], e_t[None, :], e1)
-        inner = dot(tl.trans(e0), narrow(mixed, tl.bfloat16), tl.zeros((BV, SIDE), tl.float32))
+        whole = tl.broadcast_to(tl.exp2(G)[:, None], base.shape)
+        inner = dot(tl.trans(e0), narrow(mixed, tl.bfloat16), whole * base)
         inner = dot(tl.trans(e1), mixed_own, inner)
-        o = output(tl.broadcast_to(G, (BV,)), scale, pick(base, 0), pick(inner, 0))
+        o = narrow(scale * pick(inner, 0), tl.bfloat16)
         tl.store(out + (token * HV + head) * DV + columns, o)
 
         # what the next rows need

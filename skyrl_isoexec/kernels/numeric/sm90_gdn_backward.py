@@ -67,14 +67,14 @@ def _chunks_back(
     columns = columns_of(slots.num_requests * value, width, like.device.index)
     walk_back[(value * (width // columns), slots.num_requests)](
         kept.k_NKCD, kept.decay_NVC, reads, turns, slots.base, ends,
-        BV=columns, STAGES=2, num_warps=4, **constants, **EXACT,
+        BV=columns, STAGES=3, num_warps=4, **constants, **EXACT,
     )  # fmt: skip
     dq, dk = (like.new_empty(num, value, chunk, deep) for _ in range(2))
     dv = like.new_empty(num, value, chunk, width)
     dg, db = torch.empty_like(kept.decay_NVC), torch.empty_like(kept.decay_NVC)
     gradients[(value, num)](
         *rows, kept.errors_NVCD, kept.snapshots_NVDD, local, ends, grad_TVD, *batch, dq, dk, dv, dg, db, scale,
-        slots.num_requests, BV=min(64, width), STAGES=1, num_warps=8, **constants, **EXACT,
+        slots.num_requests, BV=min(32, width), STAGES=2, num_warps=8, **constants, **EXACT,
     )  # fmt: skip
     return dq, dk, dv, dg, db
 

@@ -43,7 +43,7 @@ def substitute(left, D, NUM: tl.constexpr):
 def invert(keys, total, beta, C: tl.constexpr):
     """bf16 transposed T and X [C, C], and fp32 D [C / 16, 16, 16], its rows as columns, of keys [C, Dk], G, beta [C].
 
-    All of it is transposed: row c and column t hold element (t, c), because then nothing changes its place in registers.
+    All of it is transposed: row c and column t hold element (t, c), so that nothing changes its place in registers.
     """
     NB: tl.constexpr = C // BLOCK
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -64,8 +64,8 @@ def invert(keys, total, beta, C: tl.constexpr):
     outer = narrow(tl.where(above, beta[None, :] * (powers_back * scores), 0.0), tl.bfloat16)
     inner, T, X = narrow(whole, tl.bfloat16), narrow(whole, tl.bfloat16), narrow(none, tl.bfloat16)
     for _ in tl.static_range(NB - 1):
-        X = narrow(dot(T, outer, none) + 0.0, tl.bfloat16)  # no -0: a row alone has none
-        T = narrow(tl.where(above, -(dot(X, inner, none) + 0.0), whole), tl.bfloat16)
+        X = narrow(dot(T, outer, none), tl.bfloat16)
+        T = narrow(tl.where(above, -dot(X, inner, none), whole), tl.bfloat16)
     return T, X, D
 
 
@@ -79,7 +79,7 @@ def reach(T, keys, total, last):
 @triton.jit
 def missing(value, beta, total, kept):
     """bf16 e of v, beta, G and k S0, of one shape or broadcast to it."""
-    return narrow(beta * (widen(value) - tl.exp2(total) * (kept + 0.0)), tl.bfloat16)
+    return narrow(beta * (widen(value) - tl.exp2(total) * kept), tl.bfloat16)
 
 
 @triton.jit

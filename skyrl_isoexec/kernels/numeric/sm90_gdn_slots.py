@@ -166,7 +166,8 @@ def rows_of(
     held = ring if values is None else values
     tile = min(tile, chunk)
     make_rows[(num * (chunk // tile), 1 + 2 * key + value)](
-        x, a, b, conv.t().float().contiguous(), a_log, dt_bias, slots.base, slots.owner, slots.query_start, slots.seq_lens,
+        x, a, b, conv.t().float().contiguous(), a_log, dt_bias, slots.base, slots.owner, slots.query_start,
+        slots.seq_lens,
         pages.table if pages else slots.base, ring, keys, held, gate,
         made.q_NKCD, made.k_NKCD, made.v_NVCD, made.steps_NVC, made.decay_NVC, made.beta_NVC,
         slots.num_requests, pages.table.stride(0) if pages else 0, ring.stride(0), keys.stride(0),
@@ -209,7 +210,7 @@ def states_of(
     errors = torch.empty_like(made.v_NVCD)
     snapshots = errors.new_empty(num, value, heads.key_width, width)
     device = errors.device.index
-    columns, warps, stages = choice or (columns_of(slots.num_requests * value, width, device), 4, 2)
+    columns, warps, stages = choice or (columns_of(slots.num_requests * value, width, device), 4, 3)
     held = snapshot if kept is None else kept
     walk[(value * (width // columns), slots.num_requests)](
         made.k_NKCD, made.v_NVCD, made.decay_NVC, made.beta_NVC, ends, slots.base, slots.query_start, slots.seq_lens,

@@ -1,0 +1,36 @@
+"""`isoexec bench gdn`: what it counts, and that it gives no ratio without both arms."""
+
+import argparse
+
+import pytest
+import torch
+
+from skyrl_isoexec.bench import gdn
+from skyrl_isoexec.kernels.numeric.gdn_heads import GdnHeads
+
+HEADS = GdnHeads(num_key_heads=16, num_value_heads=32, key_width=128, value_width=128)
+RECURRENT = 32 * 128 * 128 * 4 * 2
+"""Bytes of the stock state, read and written."""
+
+
+def test_bytes_of_a_step_grow_with_the_row_and_stay_below_the_stock_state() -> None:
+    sizes = [gdn.step_bytes(HEADS, row) for row in range(64)]
+    assert sizes[:15] == sorted(sizes[:15]) and sizes[63] > sizes[62]
+    assert max(sizes[:63]) < 0.6 * RECURRENT and sum(sizes) / 64 < 0.45 * RECURRENT
+
+
+def test_no_ratio_without_the_stock_arm() -> None:
+    row = gdn.Row(work="train", shape="1x8", operands=[], ours={"gdn": print}, native="no such module", num_bytes=0)
+    text = gdn.line("whole", row, {"gdn": 1.5, "native": "not installed: no such module"}, 0.1)
+    assert "ratio     -" in text and "not installed: no such module" in text
+    assert "ratio  0.50" in gdn.line("whole", row, {"gdn": 1.5, "native": 3.0}, 0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_it_refuses_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    gdn.add_arguments(parser)
+    arguments = parser.parse_args([])
+    assert arguments.run(arguments) == 2 and "no CUDA device" in capsys.readouterr().err
+    arguments = parser.parse_args(["--heads", "third"])
+    assert arguments.run(arguments) == 2 and "unknown ['third']" in capsys.readouterr().err
