@@ -114,11 +114,11 @@ DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
     """Region -> sorted logical ops of this model; `gdn` is the region of its gated delta rules, if it has any."""
     added = (
-        (config.intermediate_size is not None, DENSE),
+        (config.has_dense_mlp, DENSE),
         (config.qk_norm, QK_NORMS),
         (config.attention_gate, ATTENTION_GATE),
         (config.hybrid, HYBRID | {gdn: GDN_OPS}),
-        (config.num_experts is not None, EXPERTS),
+        (config.has_experts, EXPERTS),
         (config.shared_expert_intermediate_size is not None, SHARED),
         (config.shared_expert_gate, SHARED_GATE),
     )

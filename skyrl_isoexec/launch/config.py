@@ -61,10 +61,10 @@ class ShapeConfig:
     """What else the family's Hugging Face configuration has, by its own names."""
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
-        """The Hugging Face configuration of the model."""
+        """The Hugging Face configuration of the model. ValueError for a field that `more` has a second time."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         dense = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        return dense | {
+        own = dense | {
             "model_type": self.family,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
@@ -75,9 +75,10 @@ class ShapeConfig:
             "max_position_embeddings": self.max_position,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tied_head,
-            **self.more,
-            "rope_parameters": rope | self.more.get("rope_parameters", {}),
         }
+        for name in sorted(own.keys() & self.more.keys()):
+            raise ValueError(f"more.{name}={self.more[name]!r} beside {own[name]!r} of the shape; leave it out")
+        return own | self.more | {"rope_parameters": rope | self.more.get("rope_parameters", {})}
 
     def __post_init__(self) -> None:
         inner = 1 if self.intermediate_size is None else self.intermediate_size

@@ -138,10 +138,6 @@ def mismatched(reference: Reference, outputs: list[Any]) -> tuple[int, int]:
     return count_mismatches(torch.tensor(got), torch.tensor(want))
 
 
-def counter(engine: Any, name: str) -> int:
-    return int(sum(metric.value for metric in engine.get_metrics() if metric.name == name))
-
-
 def addresses(model: Any) -> dict[str, int]:
     """Where a graph reads what it was captured with."""
     weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -108,6 +108,12 @@ def test_a_wrong_field_of_the_shape_is_refused() -> None:
         preflight.planned(launch)
 
 
+def test_a_field_of_the_shape_has_one_value() -> None:
+    launch, _ = compose([*MODEL, "+model.shape.more.hidden_size=64"])
+    with pytest.raises(Refusal, match="more.hidden_size=64 beside 128 of the shape; leave it out"):
+        preflight.planned(launch)
+
+
 def test_the_common_beginning_fills_a_page() -> None:
     """Twelve solved problems before every one: longer than a page, within the limit, and read back as written."""
     launch, cfg = compose([*MODEL])
