@@ -22,6 +22,7 @@ THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_
 WATCHED: dict[str, None] = dict.fromkeys(
     (
         "CUBLAS_WORKSPACE_CONFIG",
+        "DISABLE_PTXAS_OPT",
         "MKL_CBWR",
         "NCCL_ALGO",
         "NCCL_PROTO",
@@ -31,6 +32,7 @@ WATCHED: dict[str, None] = dict.fromkeys(
         "NUMBA_OPT",
         "NVIDIA_TF32_OVERRIDE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "PTXAS_OPTIONS",
         "TRITON_INTERPRET",
         "VLLM_ATTENTION_BACKEND",
         "VLLM_BATCH_INVARIANT",

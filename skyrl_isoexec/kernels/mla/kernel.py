@@ -33,7 +33,7 @@ WAVES = 2
 LARGEST = 512
 """The widest latent whose accumulator for 64 rows fits into the registers of a multiprocessor."""
 Choice = tuple[int, int, int]
-TILES: tuple[Choice, ...] = ((16, 4, 2), (32, 4, 2), (32, 8, 1), (64, 4, 2), (64, 8, 2))
+TILES: tuple[Choice, ...] = ((16, 4, 2), (32, 4, 2), (64, 4, 2), (64, 8, 2))
 """(rows, warps, stages) of tiles: they change no bit."""
 
 

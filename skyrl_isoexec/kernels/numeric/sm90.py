@@ -4,12 +4,18 @@ Notable: a sum inside a tile is `tree`, a balanced tree over neighbours made of 
 neither the layout of registers nor the number of warps. `exp` is `numeric.reference.exp`, bit for bit, where a kernel
 is compiled with `enable_fp_fusion=False` (`EXACT` below). Triton's interpreter truncates where the chip rounds to bf16
 and has no bf16 product: `narrow` and `dot` stand in for both there, with float64 sums.
+
+Importing this module chooses the assembler of every Triton kernel of the process, see `choose_assembler`.
 """
+
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.nvidia import compiler
+from triton.knobs import NvidiaTool
 
 from skyrl_isoexec.kernels.numeric import reference
 
@@ -20,12 +26,35 @@ SUM_TYPE = tl.constexpr(tl.float64 if triton.knobs.runtime.interpret else tl.flo
 EXACT = {"enable_fp_fusion": False}
 """Launch options of a kernel whose products and sums each round on their own."""
 
+ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+"""Of Triton's two assemblers, which its wheel holds, the one that it takes for newer chips."""
+ASSEMBLER_VERSION = "12.9"
+
 LOG2_E = tl.constexpr(reference.LOG2_E)
 TO_INTEGER = tl.constexpr(reference.TO_INTEGER)
 TO_INTEGER_BITS = tl.constexpr(reference.TO_INTEGER_BITS)
 LN2_HIGH, LN2_LOW = tl.constexpr(reference.LN2_HIGH), tl.constexpr(reference.LN2_LOW)
 P7, P6, P5, P4, P3, P2 = (tl.constexpr(c) for c in reference.POLYNOMIAL)
 OVERFLOWS, VANISHES = tl.constexpr(reference.EXP_OVERFLOWS), tl.constexpr(reference.EXP_VANISHES)
+
+
+def choose_assembler() -> None:
+    """Let every Triton kernel of this process be assembled by `ASSEMBLER`; RuntimeError if it is not there.
+
+    The one that Triton takes for this chip, 12.8, can add a carry to the wrong word of a shared-memory descriptor: a
+    product of the tensor core then reads other memory. `tests/kernels/test_sm90_assembled.py` looks for that.
+    """
+    tool = NvidiaTool.from_path(str(ASSEMBLER))
+    if tool is None or tool.version != ASSEMBLER_VERSION:
+        found = "missing" if tool is None else f"of version {tool.version}"
+        raise RuntimeError(f"{ASSEMBLER} is {found}, not of version {ASSEMBLER_VERSION}; install the pinned triton")
+    triton.knobs.nvidia.ptxas = str(ASSEMBLER)
+    compiler.get_ptxas_version.cache_clear()  # its version is part of the name of what is compiled
+    compiler.CUDABackend.hash.cache_clear()
+
+
+if not INTERPRETED.value:
+    choose_assembler()
 
 
 @triton.jit

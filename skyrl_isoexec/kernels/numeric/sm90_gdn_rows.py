@@ -257,13 +257,13 @@ def make_rows(
                     kept = tl.load(keys + head * C * DK + row[:, None] * DK + column[None, :], mask=old, other=0.0)
                     made = tl.where(old, kept, made)
                 tl.store(k + at, made)
-        else:
-            column = tl.arange(0, DV)
-            head = item - 1 - 2 * HK
-            channel = (2 * HK * DK + head * DV + column)[None, :]
-            y = taps(x, conv, ring, token, position, begin, there, channel, channels, 1, channels, DV, W, PAGED)
-            made, own = narrow(silu(y), tl.bfloat16), row[:, None] * DV + column[None, :]
+        else:  # other names: the two sides of a branch may differ in width
+            wide = tl.arange(0, DV)
+            value_head = item - 1 - 2 * HK
+            of_value = (2 * HK * DK + value_head * DV + wide)[None, :]
+            z = taps(x, conv, ring, token, position, begin, there, of_value, channels, 1, channels, DV, W, PAGED)
+            value, own = narrow(silu(z), tl.bfloat16), row[:, None] * DV + wide[None, :]
             if PAGED and VALUES:
-                old = (position < begin)[:, None]
-                made = tl.where(old, tl.load(values + head * C * DV + own, mask=old, other=0.0), made)
-            tl.store(v + (slot * HV + head) * C * DV + own, made)
+                begun = (position < begin)[:, None]
+                value = tl.where(begun, tl.load(values + value_head * C * DV + own, mask=begun, other=0.0), value)
+            tl.store(v + (slot * HV + value_head) * C * DV + own, value)
