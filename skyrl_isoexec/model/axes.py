@@ -1,7 +1,8 @@
 """A mesh axis: the only way the model talks to other ranks.
 
-A host implements one method, `exchange`, that moves bytes, and may move fewer with `deliver`; every sum is arithmetic of ours, in a fixed order. Forward
-results must not depend on the size of the axis. Gradients need no such equality, but are deterministic.
+A host implements one method, `exchange`, that moves bytes, and may move fewer of them with `deliver`; every sum is
+arithmetic of ours, in a fixed order. Forward results must not depend on the size of the axis. Gradients need no such
+equality, but are deterministic.
 
 Backward rules assume that whatever follows a gather is computed identically on every rank of the axis: then each rank
 already holds the whole gradient of the gathered tensor, and its own part of it is the gradient of what it sent.
@@ -81,7 +82,7 @@ class Axis(ABC):
         return _AllToAll.apply(x, self, sent, received) if _tracked(x) else self.deliver(x, sent, received)
 
     def deliver(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """`all_to_all` without autograd. Collective. Here by `exchange` of all rows; a host moves only those it must."""
+        """`all_to_all` without autograd. Collective. Here by `exchange` of all rows; a host moves those it must."""
         lengths = self.exchange(torch.tensor(sent, device=x.device)).tolist()
         filled = torch.cat([x, x.new_zeros(max(map(sum, lengths)) - len(x), *x.shape[1:])])
         begins = [sum(to[: self.rank]) for to in lengths]

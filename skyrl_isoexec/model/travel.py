@@ -4,8 +4,8 @@ Every rank sorts its rows by expert, so that those of one owner are neighbours. 
 within one, by the rank that it comes from. Only bytes move: a row of an expert is computed as if it were alone, and the
 rows come back in the order in which they went.
 
-Shapes: E experts, of which each of R ranks has F = E / R; S rows of this rank's tokens; P rows that come to its experts;
-H hidden.
+Shapes: E experts, of which each of R ranks has F = E / R; S rows of this rank's tokens; P rows that come to its
+experts; H hidden.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_gradients_are_those_of_one_rank(m, mesh) -> None:
     for name, whole in expected.items():
         for rank, (at_tp, at_ep, first, shards) in enumerate(found):
             shard, total = shards[name], torch.zeros_like(first[name])
-            assert (shard.axis == "ep") == (".experts." in name) and first[name].any()
+            assert (shard.axis == "ep") == (".experts." in name) and whole.any()
             mine = at_ep if shard.axis == "ep" else at_tp
             for other in found:  # experts: over all ranks that hold the same ones; others: over replicas
                 if (other[1] if shard.axis == "ep" else other[0]) == mine:
@@ -165,12 +165,11 @@ def test_gradients_are_those_of_one_rank(m, mesh) -> None:
 def test_tensors_come_and_go_whole(m) -> None:
     config, tensors = m.toy("qwen3_5_moe")
     for size, tp, ep in ((4, 2, 4), (4, 2, 2), (2, 2, 1)):
-        found = run_mesh(
-            size,
-            (tp, ep),
-            lambda axis, experts: export(m.build(config, tensors, axis, num_leaves=4, expert_axis=experts)),
-        )
-        for exported in found:
+
+        def run(axis: Axis, experts: Axis) -> dict[str, torch.Tensor]:
+            return export(m.build(config, tensors, axis, num_leaves=4, expert_axis=experts))
+
+        for exported in run_mesh(size, (tp, ep), run):
             assert exported.keys() == tensors.keys()
             for name, tensor in tensors.items():
                 m.assert_same_bits(exported[name], tensor)
