@@ -75,7 +75,7 @@ class WeightLoader:
             name = self.family.own_name(given)
             added = self.pieces.add(name, tensor)
             if self.pieces.problems:
-                raise LoadError(self.pieces.problems[0])
+                raise LoadError(self.pieces.problems.pop())
             if added is None:
                 continue
             name, tensor = added
