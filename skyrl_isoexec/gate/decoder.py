@@ -25,7 +25,7 @@ from skyrl_isoexec.kernels.router.cases import ties_at_the_cut
 from skyrl_isoexec.model.axes import Axis, SingleAxis
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import Decoder
-from skyrl_isoexec.model.threads import run_ranks
+from skyrl_isoexec.model.threads import run_mesh, run_ranks
 from skyrl_isoexec.model.weights import layout, load
 from skyrl_isoexec.schedule import Schedule
 
@@ -35,6 +35,9 @@ LENGTHS = (9, 1, 3, 33, 70)
 """Sequences: one token, less than a softmax block, more than one, more than a partition."""
 LONG, CUTS = 140, (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 """A prompt, and where its prefill is cut: around pages, blocks and partitions."""
+MESHES = ((2, 1, 2), (4, 1, 4), (8, 1, 8), (2, 2, 1), (2, 2, 2), (4, 2, 2), (8, 4, 8))
+"""Ranks of a trainer, and of these tensor- and expert-parallel ones: experts cut over replicas, over tensor ranks, over
+both, and not at all."""
 Builder = Callable[..., Decoder]
 
 
@@ -174,6 +177,8 @@ def prove_model(
     _packing(proof, f"{label}: packing", make(), sequences, whole)
     _cuts(proof, f"{label}: cut prefills", make(), config)
     _degrees(proof, f"{label}: tensor ranks", make, sequences, whole)
+    if config.has_experts:
+        _expert_ranks(proof, f"{label}: expert ranks", make, sequences, whole)
     _stages(proof, f"{label}: pipeline stages", make, sequences, whole)
     _recomputation(proof, f"{label}: recomputation", make(), sequences)
 
@@ -239,6 +244,23 @@ def _degrees(proof: Proof, name: str, make: Builder, sequences: list[Tensor], wh
         for rank, results in enumerate(run_ranks(size, run)):
             for found in results:
                 proof.equal(name, whole, found, at=f"rank {rank} of {size}")
+
+
+def _expert_ranks(proof: Proof, name: str, make: Builder, sequences: list[Tensor], whole: Tensor) -> None:
+    """A trainer whose replicas have other sequences, among them one of a token, and share out the experts."""
+    num_leaves, parts = make().schedule.num_leaves, whole.split([len(s) for s in sequences])
+    for size, tp, ep in (mesh for mesh in MESHES if mesh[1] <= num_leaves):
+        replicas = size // tp
+        own = [[i % len(parts) for i in range(r, max(len(parts), replicas), replicas)] for r in range(replicas)]
+
+        def run(axis: Axis, experts: Axis, ranks: Axis, tp: int = tp, own: list[list[int]] = own) -> list[Tensor]:
+            given = [sequences[i] for i in own[ranks.rank // tp]]
+            return [trainer(make(axis, expert_axis=experts), given, grad=grad) for grad in (True, False)]
+
+        for rank, results in enumerate(run_mesh(size, (tp, ep, size), run)):
+            expected = torch.cat([parts[i] for i in own[rank // tp]])
+            for found in results:
+                proof.equal(name, expected, found, at=f"rank {rank} of {size}, tp {tp}, ep {ep}")
 
 
 def _stages(proof: Proof, name: str, make: Builder, sequences: list[Tensor], whole: Tensor) -> None:

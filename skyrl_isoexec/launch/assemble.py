@@ -102,6 +102,11 @@ def assemble(launch: LaunchConfig, cfg: Any, checkpoint: Path, model: DecoderCon
         role.megatron_config.model_config_kwargs = {**role.megatron_config.model_config_kwargs, "isoexec": told}
     engine = cfg.generator.inference_engine
     arguments = engine_arguments(launch, model, contract, prefix_caching=engine.enable_prefix_caching)
+    if contract is not None and engine.engine_init_kwargs.get("enable_expert_parallel"):
+        raise ValueError(
+            "generator.inference_engine.engine_init_kwargs.enable_expert_parallel=true: an engine's experts are cut "
+            "over its tensor ranks; leave it out, and set topology.engine.tp"
+        )
     unproven = sorted(engine.engine_init_kwargs.keys() - {*OURS, *NEUTRAL}) if contract is not None else []
     if unproven:
         raise ValueError(

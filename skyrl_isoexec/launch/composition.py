@@ -99,8 +99,9 @@ STATES = (
     StateClaim(state="weights", invalidated_by=("weight_sync", "wake_up", "run_start")),
 )
 TENSOR_DEGREES = (1, 2, 4, 8)
+EXPERT_DEGREES = (1, 2, 4, 8)
 DEPLOYED = (
-    *(f"trainer.{key}" for key in ("dp", "pp", "recompute", "tp")),
+    *(f"trainer.{key}" for key in ("dp", "ep", "pp", "recompute", "tp")),
     *(f"engine.{key}" for key in ("block_size", "enable_prefix_caching", "enforce_eager", "num", "tp", "worker_class")),
     *(f"environment.{name}" for name in WATCHED),
     "device",
@@ -170,8 +171,16 @@ def topology(schedule: Schedule, records: Mapping[str, str], whole: str) -> tupl
         TopologyClaim(axis="dp", kind="invariant", degrees=DATA_DEGREES, proof=(decoder,)),
         TopologyClaim(axis="tp", kind="invariant", degrees=degrees, proof=(*cut, decoder)),
         TopologyClaim(axis="pp", kind="invariant", degrees=(1, 2, 3, 4, 5, 6, 7, 8), proof=(decoder,)),
-        *(TopologyClaim(axis=axis, kind="pinned", degrees=(1,), proof=()) for axis in ("ep", "sp", "cp")),
+        _experts(tuple(records[region] for region in ("combine", "experts") if region in records), decoder),
+        *(TopologyClaim(axis=axis, kind="pinned", degrees=(1,), proof=()) for axis in ("sp", "cp")),
     )
+
+
+def _experts(cut: tuple[str, ...], decoder: str) -> TopologyClaim:
+    """Without experts, one rank."""
+    if not cut:
+        return TopologyClaim(axis="ep", kind="pinned", degrees=(1,), proof=())
+    return TopologyClaim(axis="ep", kind="invariant", degrees=EXPERT_DEGREES, proof=(*cut, decoder))
 
 
 def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
@@ -197,6 +206,7 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
         "threads": launch.runtime.threads,
         "trainer": {
             "dp": trainer.dp or 1,
+            "ep": trainer.ep,
             "pp": trainer.pp,
             "recompute": cfg.trainer.gradient_checkpointing,
             "tp": trainer.tp,

@@ -145,17 +145,19 @@ class KernelsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTopology:
-    """Parallel degrees of the trainer; their product is its number of ranks."""
+    """Parallel degrees of the trainer; tp x pp x dp is its number of ranks."""
 
     tp: int
     """Tensor parallel."""
     pp: int
     """Pipeline parallel."""
+    ep: int
+    """Expert parallel: in so many parts are experts cut, over tensor ranks and data-parallel replicas of a stage."""
     dp: int | None
-    """Data parallel; null takes what a colocated engine implies, else 1."""
+    """Data parallel; null takes what ep and a colocated engine imply, else 1."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp"):
+        for name in ("tp", "pp", "ep", "dp"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"topology.trainer.{name} {value} is not positive")
         _require(_is_power_of_two(self.tp), f"topology.trainer.tp {self.tp} is not a power of two")
@@ -325,6 +327,6 @@ class LaunchConfig:
                 f"model.dtype={dtype} with kernels.impl=kernel: a GPU has no exact fp32 product; choose bfloat16",
             )
         if self.exec.name == "native":
-            for name in ("tp", "pp"):
+            for name in ("tp", "pp", "ep"):
                 degree = getattr(self.topology.trainer, name)
                 _require(degree == 1, f"topology.trainer.{name}={degree} with exec=native: that trainer has degree 1")

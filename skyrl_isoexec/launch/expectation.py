@@ -67,6 +67,7 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
     facts.update({f"environment.{name}": value for name, value in deployment["environment"].items()})
     if role == "trainer":
         facts["degree.dp"] = deployment["trainer"]["dp"]
+        facts["degree.ep"] = deployment["trainer"]["ep"]
         facts["seed.run"] = deployment["seeds"]["run"]
         facts["constant.temperature"] = _constant(contract, "temperature")
     else:

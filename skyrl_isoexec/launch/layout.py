@@ -1,7 +1,8 @@
 """How many ranks and engines a run has, where the configuration leaves it to be derived.
 
 A trainer replica has tp x pp ranks and there are dp of them; an engine has tp workers and there are num of them.
-Colocated, both sides use the same devices, so dp x tp x pp = num x tp of the engine.
+Colocated, both sides use the same devices, so dp x tp x pp = num x tp of the engine. A trainer's experts are cut over
+ep of the dp x tp ranks of a stage.
 """
 
 import math
@@ -15,15 +16,17 @@ from skyrl_isoexec.launch.schema import ConfigError, build
 GPUS, NODES = "trainer.placement.policy_num_gpus_per_node", "trainer.placement.policy_num_nodes"
 
 
-def sizes(*, replica: int, dp: int | None, engine: int, num: int | None, colocate: bool) -> tuple[int, int]:
+def sizes(
+    *, replica: int, dp: int | None, engine: int, num: int | None, colocate: bool, experts: int = 1
+) -> tuple[int, int]:
     """(trainer replicas, engines), derived where null. ConfigError if the two sides cannot share devices.
 
-    `replica` and `engine` are the devices of one trainer replica and of one engine.
+    `replica`, `engine` and `experts` are the devices of one trainer replica, of one engine and of one of all experts.
     """
     if not colocate:
-        return dp or 1, num or 1
+        return dp or math.lcm(replica, experts) // replica, num or 1
     if dp is None:
-        devices = engine * num if num is not None else math.lcm(replica, engine)
+        devices = engine * num if num is not None else math.lcm(replica, engine, experts)
     else:
         devices = replica * dp
     if devices % replica or devices % engine or (num is not None and devices != engine * num):
@@ -59,9 +62,20 @@ def resolve(tree: Tree, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"topology.trainer.dp={trainer['dp']} and {GPUS}={given[GPUS]} contradict each other")
         trainer["dp"] = dp
     trainer["dp"], engine["num"] = sizes(
-        replica=replica, dp=trainer["dp"], engine=engine["tp"], num=engine["num"], colocate=topology["colocate"]
+        replica=replica,
+        dp=trainer["dp"],
+        engine=engine["tp"],
+        num=engine["num"],
+        colocate=topology["colocate"],
+        experts=trainer["ep"] * trainer["pp"],
     )
     ranks = replica * trainer["dp"]
+    stage = ranks // trainer["pp"]
+    if stage % trainer["ep"]:
+        raise ConfigError(
+            f"topology.trainer.ep={trainer['ep']} does not divide the {stage} ranks of a stage (tp x dp = "
+            f"{trainer['tp']} x {trainer['dp']}); lower it, or raise topology.trainer.dp"
+        )
     if ranks % nodes:
         raise ConfigError(f"{NODES}={nodes} does not divide the trainer's {ranks} ranks")
     put(tree, GPUS, ranks // nodes)

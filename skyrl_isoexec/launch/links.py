@@ -37,6 +37,7 @@ class Link:
 LINKS = (
     *(Link(ours="topology.trainer.tp", theirs=f"{side}.tensor_model_parallel_size") for side in MEGATRON),
     *(Link(ours="topology.trainer.pp", theirs=f"{side}.pipeline_model_parallel_size") for side in MEGATRON),
+    *(Link(ours="topology.trainer.ep", theirs=f"{side}.expert_model_parallel_size") for side in MEGATRON),
     Link(ours="topology.engine.tp", theirs=f"{ENGINE}.tensor_parallel_size"),
     Link(ours="topology.engine.num", theirs=f"{ENGINE}.num_engines"),
     Link(ours="topology.colocate", theirs="trainer.placement.colocate_all"),
@@ -64,7 +65,7 @@ FIXED: dict[str, Any] = {
     "trainer.policy.sequence_parallel_size": 1,
     "trainer.policy.model.lora.rank": 0,
     **{f"{side}.context_parallel_size": 1 for side in MEGATRON},
-    **{f"{side}.expert_model_parallel_size": 1 for side in MEGATRON},
+    **{f"{side}.expert_tensor_parallel_size": 1 for side in MEGATRON},
     f"{ENGINE}.backend": "vllm",
     f"{ENGINE}.pipeline_parallel_size": 1,
     f"{ENGINE}.data_parallel_size": 1,

@@ -243,11 +243,11 @@ class DecoderConfig:
         return dataclasses.asdict(dataclasses.replace(self, rope_scaling=dict(self.rope_scaling or {}) or None))
 
 
-def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int) -> None:
-    """Refuse a schedule or tensor-parallel degree that does not cut this model evenly; names both values.
+def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int, ep: int | None = None) -> None:
+    """Refuse a schedule or parallel degree that does not cut this model evenly; names both values.
 
     Each rank must own whole leaves of every sum that is a tree (row-parallel linears, the softmax over the
-    vocabulary), whole key/value heads, and whole experts.
+    vocabulary), whole key/value heads, and whole experts: of the expert-parallel degree, or, if that is None, of tp.
     """
     if num_leaves < 1 or num_leaves & (num_leaves - 1):
         raise ValueError(f"schedule.num_leaves = {num_leaves} must be a power of two")
@@ -256,7 +256,11 @@ def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int) -> None:
             f"tensor-parallel size {tp} must be a power of two, at most schedule.num_leaves = {num_leaves}"
         )
     heads = ("linear_num_key_heads", "linear_num_value_heads") if config.hybrid else ()
-    experts = ("num_experts",) if config.has_experts else ()
+    experts = ("num_experts",) if config.has_experts and ep is None else ()
+    if ep is not None and ep > 1 and not config.has_experts:
+        raise ValueError(f"expert-parallel size {ep}, but every layer of this model is dense; it must be 1")
+    if ep is not None and config.has_experts and (ep < 1 or config.num_experts % ep):
+        raise ValueError(f"num_experts = {config.num_experts} is not divisible by expert-parallel size {ep}")
     for name in ("num_heads", "num_kv_heads", *heads, *experts, "vocab_size"):
         if getattr(config, name) % tp:
             raise ValueError(f"{name} = {getattr(config, name)} is not divisible by tensor-parallel size {tp}")

@@ -65,6 +65,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A stage of the model on one rank of the tensor-parallel axis; by default the whole model.
 
+    With an `expert_axis`, rows travel over it to the ranks that have their experts; its ranks may have other tokens.
+    Without one, experts are cut over the tensor-parallel axis: see `moe`. ValueError if a cut is not even.
+
     Layers first_layer .. last_layer-1 are built. A stage that has the head but not the embedding of a tied model holds
     its own copy as `lm_head.weight`, whose `tied_to` names the tensor it must stay equal to.
     """
@@ -76,6 +79,7 @@ class Decoder(nn.Module):
         axis: Axis,
         schedule: Schedule,
         *,
+        expert_axis: Axis | None = None,
         device: torch.device | str | None = None,
         first_layer: int = 0,
         last_layer: int | None = None,
@@ -83,15 +87,18 @@ class Decoder(nn.Module):
         with_head: bool = True,
     ) -> None:
         super().__init__()
-        check_partition(config, num_leaves=schedule.num_leaves, tp=axis.size)
+        ep = None if expert_axis is None else expert_axis.size
+        check_partition(config, num_leaves=schedule.num_leaves, tp=axis.size, ep=ep)
         last_layer = config.num_layers if last_layer is None else last_layer
         if not 0 <= first_layer <= last_layer <= config.num_layers:
             raise ValueError(f"layers {first_layer} .. {last_layer} are not within 0 .. {config.num_layers}")
         if kernels is not None:
             kernels.need(config.operators)
         self.config, self.axis, self.kernels, self.schedule = config, axis, kernels, schedule
+        self.axes = {"tp": axis, "ep": expert_axis}
+        """By the names in `Shard.axis`."""
         self.layer_indices = range(first_layer, last_layer)
-        place = Place(kernels, axis, schedule.num_leaves, TORCH_DTYPES[config.dtype], device)
+        place = Place(kernels, axis, schedule.num_leaves, TORCH_DTYPES[config.dtype], device, expert_axis)
         self.model = nn.Module()
         if with_embedding:
             self.model.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)

@@ -56,11 +56,12 @@ def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]
 
 
 def one_place(decoder: Decoder) -> bool:
-    """Whether every module computes with the decoder's own kernels, axis and order, which are those reported."""
-    own = (decoder.kernels, decoder.axis, decoder.kernels.schedule.num_leaves)
+    """Whether every module computes with the decoder's own kernels, axes and order, which are those reported."""
+    own = (decoder.kernels, decoder.axis, decoder.kernels.schedule.num_leaves, decoder.axes["ep"])
     places = [part.place for part in decoder.modules() if hasattr(part, "place")]
     return decoder.schedule == decoder.kernels.schedule and all(
-        place.kernels is own[0] and place.axis is own[1] and place.num_leaves == own[2] for place in places
+        place.kernels is own[0] and place.axis is own[1] and place.num_leaves == own[2] and place.expert_axis is own[3]
+        for place in places
     )
 
 

@@ -22,16 +22,27 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Place:
-    """What every module of one decoder shares: kernels, axis, number of leaves, dtype and device."""
+    """What every module of one decoder shares: kernels, axes, number of leaves, dtype and device."""
 
     def __init__(
-        self, kernels: Kernels, axis: Axis, num_leaves: int, dtype: torch.dtype, device: torch.device | str | None
+        self,
+        kernels: Kernels,
+        axis: Axis,
+        num_leaves: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        expert_axis: Axis | None = None,
     ) -> None:
         self.kernels, self.axis, self.num_leaves, self.dtype, self.device = kernels, axis, num_leaves, dtype, device
+        self.expert_axis = expert_axis
 
     def cut(self, dim: int) -> Shard:
         """Shard of a dim over the whole axis."""
         return Shard(dim=dim, parts=self.axis.size)
+
+    def cut_experts(self) -> Shard:
+        """Shard of a dim 0 of experts: over their own axis, or over that of the tensors where they have none."""
+        return self.cut(0) if self.expert_axis is None else Shard(dim=0, parts=self.expert_axis.size, axis="ep")
 
 
 def parameter(full: tuple[int, ...], shard: Shard, like: Place) -> nn.Parameter:

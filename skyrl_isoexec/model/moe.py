@@ -1,9 +1,15 @@
 """A mixture of experts in the place of the MLP: router, experts, and an expert that every token has.
 
-Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock (transformers 5.8.0). Experts are cut over the
-axis: a rank has E / size neighbours. Every rank knows every token's choice, computes the rows of its own experts, and
-takes each other row from the rank that owns it. There is no sum over ranks, so -0 stays -0, and a token's outputs are
-added in the order of one rank.
+Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock (transformers 5.8.0). A rank has neighbouring
+experts, an equal number each, and there are two ways to them. There is never a sum over ranks: -0 stays -0, and a
+token's outputs are added in ascending order of experts, whoever computed them.
+
+- Rows gathered, in an engine: experts are cut over the tensor-parallel axis, whose ranks have the same tokens. Each
+  computes the rows of its own experts, and takes each other row from the rank that owns it. The host sees no count, so
+  a step can be captured.
+- Rows travelling, in a trainer: experts are cut over an axis of their own, also over ranks that have other tokens.
+  Tensor-parallel ranks share their tokens out; each token's rows go to the owners of its experts and come back, and
+  only the sums are gathered. Each expert's row is computed once.
 
 Shapes: T tokens, H hidden, E experts, K of them for a token, S = T K rows sorted by expert, F features of an expert.
 """
@@ -18,6 +24,7 @@ from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.layers import ColumnLinear, Place, parameter
 from skyrl_isoexec.model.mlp import MLP
 from skyrl_isoexec.model.shard import Shard
+from skyrl_isoexec.model.travel import Travel
 
 
 def router_rule(config: DecoderConfig) -> RouterRule:
@@ -41,8 +48,8 @@ class MoE(nn.Module):
         shared = config.shared_expert_intermediate_size
         self.gate = ColumnLinear(hidden, num_experts, False, place, shard=Shard())
         self.experts = nn.Module()
-        self.experts.gate_up_proj = parameter((num_experts, 2 * width, hidden), place.cut(0), place)
-        self.experts.down_proj = parameter((num_experts, hidden, width), place.cut(0), place)
+        self.experts.gate_up_proj = parameter((num_experts, 2 * width, hidden), place.cut_experts(), place)
+        self.experts.down_proj = parameter((num_experts, hidden, width), place.cut_experts(), place)
         self.shared_expert = None if shared is None else MLP(hidden, shared, place)
         gated = config.shared_expert_gate
         self.shared_expert_gate = ColumnLinear(hidden, 1, False, place, shard=Shard()) if gated else None
@@ -54,20 +61,42 @@ class MoE(nn.Module):
         )
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """y_TH, whole on every rank."""
-        kernels = self.place.kernels
+        """y_TH, whole on every rank of the tensor-parallel axis."""
+        kernels, axis = self.place.kernels, self.place.axis
         weights_TK, experts_TK = kernels.route(self.gate(x_TH, torch.float32), self.top_k, self.rule)
+        shared_TH = self._shared(x_TH)
+        if self.place.expert_axis is not None:
+            given = (x_TH, weights_TK, experts_TK, shared_TH)
+            shares = [None if whole is None else axis.scatter_rows(whole) for whole in given]
+            return axis.gather_rows(self._travelling(*shares), len(x_TH))
         order_S, starts_E1 = kernels.dispatch(experts_TK, self.num_experts)
-        own_SH = self._own_rows(kernels.expand(self.place.axis.copy_in(x_TH), order_S), starts_E1)
+        own_SH = self._own_rows(kernels.expand(axis.copy_in(x_TH), order_S), starts_E1)
         y_SH = self._rows_of_all(own_SH, experts_TK.flatten()[order_S])
-        return kernels.combine(y_SH, order_S, weights_TK, self._shared(x_TH))
+        return kernels.combine(y_SH, order_S, weights_TK, shared_TH)
+
+    def _travelling(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, shared_TH: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y_TH of tokens that are this rank's alone. Collective over the expert-parallel axis."""
+        kernels, axis = self.place.kernels, self.place.expert_axis
+        order_S, starts_E1 = kernels.dispatch(experts_TK, self.num_experts)
+        x_SH = kernels.expand(x_TH, order_S)
+        if axis.size == 1:
+            y_SH = self._rows(x_SH, starts_E1)
+        else:
+            travel = Travel(axis, starts_E1, kernels.expand)
+            y_SH = travel.back(self._rows(travel.out(x_SH), travel.starts_F1))
+        return kernels.combine(y_SH, order_S, weights_TK, shared_TH)
 
     def _own_rows(self, x_SH: torch.Tensor, starts_E1: torch.Tensor) -> torch.Tensor:
-        """y_SH of this rank's experts; rows of others are +0."""
-        kernels, weights = self.place.kernels, self.experts
-        num_own = weights.down_proj.shape[0]
+        """y_SH of this rank's experts among rows of all; those of others are +0."""
+        num_own = self.experts.down_proj.shape[0]
         first = self.place.axis.rank * num_own
-        starts = starts_E1[first : first + num_own + 1]
+        return self._rows(x_SH, starts_E1[first : first + num_own + 1])
+
+    def _rows(self, x_SH: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """y_SH of this rank's experts, whose rows begin at `starts`; rows of nobody are +0."""
+        kernels, weights = self.place.kernels, self.experts
         gate_SF, up_SF = kernels.grouped_linear(x_SH, weights.gate_up_proj, starts).chunk(2, dim=1)
         return kernels.grouped_linear(kernels.silu_mul(gate_SF, up_SF), weights.down_proj, starts)
 

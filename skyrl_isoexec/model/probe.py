@@ -26,7 +26,7 @@ FACTOR, SHIFT = 7919, 13
 def probe(decoder: Decoder) -> str | None:
     """SHA-256 over the rotary table and the fp32 log-probabilities of fixed tokens; None for a part of a pipeline.
 
-    Collective over the tensor-parallel axis. Layers are run twice, as both runtimes call them. Leaves no trace: no
+    Collective over the decoder's axes. Layers are run twice, as both runtimes call them. Leaves no trace: no
     gradient, no cache, nothing counted. RuntimeError where the weights are not in the memory that computes.
     """
     if not _whole(decoder):

@@ -19,6 +19,7 @@ class Shard:
     """Tensor dim that is cut; None means that every rank holds the whole tensor."""
     parts: int = 1
     axis: str = "tp"
+    """`tp`, or `ep` for experts whose tokens travel to them."""
     blocks: tuple[int, ...] = ()
     """Sizes in the whole tensor; empty for one block."""
 

@@ -88,7 +88,8 @@ def load(decoder: Decoder, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[
             continue
         homes = [home for home, source in source_of.items() if source == name]
         for home in homes:
-            part = targets[home].shard.slice(tensor, decoder.axis.rank)
+            shard = targets[home].shard
+            part = shard.slice(tensor, decoder.axes[shard.axis].rank)
             targets[home].copy_(part)
             if _changed(part, targets[home]):
                 rounded.append(home)
@@ -131,19 +132,20 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def iter_export(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, full tensor) of every parameter of this stage, in module order. Collective over the axis.
+    """(checkpoint name, full tensor) of every parameter of this stage, in module order. Collective over its axes.
 
     A stage's copy of a tied embedding is left out: the stage with the embedding exports it.
     """
     for name, p in decoder.named_parameters():
         if hasattr(p, "tied_to"):
             continue
-        whole = p.shard.dim is None or decoder.axis.size == 1
-        yield name, p.detach() if whole else p.shard.join(decoder.axis.stack_gather(p.detach()).unbind(0))
+        whole = p.shard.parts == 1
+        axis = decoder.axes[p.shard.axis]
+        yield name, p.detach() if whole else p.shard.join(axis.stack_gather(p.detach()).unbind(0))
 
 
 def export(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """All of `iter_export` at once. Collective over the axis."""
+    """All of `iter_export` at once. Collective over its axes."""
     return dict(iter_export(decoder))
 
 

@@ -13,6 +13,7 @@ from skyrl_isoexec.gate.run import SCHEDULE
 from skyrl_isoexec.kernels.numeric import exp, lane_tree
 from skyrl_isoexec.kernels.numeric.proof import Proof
 from skyrl_isoexec.model.moe import MoE
+from skyrl_isoexec.model.travel import Travel
 
 OPS = ("router", "experts", "combine")
 
@@ -227,6 +228,39 @@ def layer_that_sums_ranks() -> tuple[object, str, object]:
     return MoE, "forward", forward
 
 
+def layer_that_adds_by_owner() -> tuple[object, str, object]:
+    """Of a token's rows the sum of each owner's, then the sum of these: experts in another order only by brackets."""
+
+    def travelling(self, x_TH, weights_TK, experts_TK, shared_TH):
+        kernels, axis = self.place.kernels, self.place.expert_axis
+        order, starts = kernels.dispatch(experts_TK, self.num_experts)
+        travel = Travel(axis, starts, kernels.expand)
+        y = travel.back(self._rows(travel.out(kernels.expand(x_TH, order)), travel.starts_F1))
+        owner = experts_TK.flatten()[order] // (self.num_experts // axis.size)
+        parts = [torch.where((owner == rank)[:, None], y, 0) for rank in range(axis.size)]
+        return sum(
+            kernels.combine(part, order, weights_TK, shared_TH if not i else None) for i, part in enumerate(parts)
+        )
+
+    return MoE, "_travelling", travelling
+
+
+def two_rows_of_an_owner() -> tuple[object, str, object]:
+    """One pair of rows that came to an owner exchanged: those of its first two experts that meet."""
+
+    def out(self, x_SH):
+        x_PH, starts = out_(self, x_SH), self.starts_F1.tolist()
+        at = next((row for row in starts[1:-1] if 0 < row < len(x_PH)), None)
+        if at is None:
+            return x_PH
+        turn = torch.arange(len(x_PH))
+        turn[[at - 1, at]] = turn[[at, at - 1]]
+        return x_PH[turn]
+
+    out_ = Travel.out
+    return Travel, "out", out
+
+
 def router_tie_of_one_row() -> tuple[object, str, object]:
     """Of equal values the higher index first, where a token is alone in its step."""
     original, turned = module("router", "cpu").route, router_tie_to_the_higher().route
@@ -238,7 +272,13 @@ def router_tie_of_one_row() -> tuple[object, str, object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(router_tie_of_one_row, "pairs of cases"), (layer_that_sums_ranks, "tensor ranks")]
+    ("change", "name"),
+    [
+        (router_tie_of_one_row, "pairs of cases"),
+        (layer_that_sums_ranks, "tensor ranks"),
+        (layer_that_adds_by_owner, "expert ranks"),
+        (two_rows_of_an_owner, "expert ranks"),
+    ],
 )
 def test_the_decoder_finds_a_change(change, name, stopping, difference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a choice in one case only, and of whose rows are added when."""

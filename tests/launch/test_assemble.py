@@ -10,6 +10,7 @@ from skyrl_isoexec.contract import encode
 from skyrl_isoexec.launch import composition
 from skyrl_isoexec.launch.assemble import assemble
 from skyrl_isoexec.launch.compose import compose
+from skyrl_isoexec.launch.expectation import expected
 from skyrl_isoexec.model.config import DecoderConfig
 
 MODEL = DecoderConfig(
@@ -24,6 +25,16 @@ MODEL = DecoderConfig(
     rms_norm_eps=1e-6,
     rope_theta=10000.0,
     max_position=64,
+)
+MOE = dataclasses.replace(
+    MODEL,
+    family="qwen3_moe",
+    intermediate_size=None,
+    num_experts=16,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    router_scoring="softmax",
+    router_renormalise=True,
 )
 ENGINE = "++generator.inference_engine.engine_init_kwargs"
 
@@ -68,6 +79,32 @@ def test_an_engine_on_a_gpu_captures_and_compiles_nothing(assembled: Any, monkey
     assert contract.deployment["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     _, gloo = assembled(*CUDA, "runtime.transport=gloo")
     assert gloo.generator.inference_engine.engine_init_kwargs["weight_transfer_config"] == {"backend": "gloo"}
+
+
+def test_experts_have_a_degree_of_their_own(assembled: Any) -> None:
+    """Proven where there are experts, and read back from every trainer; Megatron cuts no single one."""
+    contract, cfg = assembled("topology=trainer_ep2", model=MOE)
+    (claim,) = (claim for claim in contract.claims.topology if claim.axis == "ep")
+    assert claim.kind == "invariant" and claim.degrees == (1, 2, 4, 8)
+    regions = [ref.split("/")[2].split("@")[0] for ref in claim.proof]
+    assert sorted(regions) == ["combine", "decoder_moe", "experts"]
+    assert contract.deployment["trainer"]["ep"] == expected(contract, "trainer")["degree.ep"] == 2
+    assert "degree.ep" not in expected(contract, "engine")
+    for role in (cfg.trainer.policy, cfg.trainer.ref):
+        megatron = role.megatron_config
+        assert (megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size) == (2, 1)
+
+
+@pytest.mark.parametrize(("degree", "model", "claimed"), [(2, MODEL, "1"), (16, MOE, "1 or 2 or 4 or 8")])
+def test_an_expert_parallel_degree_that_nobody_has_shown(assembled: Any, degree: int, model, claimed: str) -> None:
+    words = f"deployment.trainer.ep is {degree}; it must be {claimed}, as claims.topology has it of ep"
+    with pytest.raises(ValueError, match=words):
+        assembled(f"topology.trainer.ep={degree}", model=model)
+
+
+def test_an_engines_own_expert_parallelism_is_refused(assembled: Any) -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel=true.*leave it out, and set topology.engine.tp"):
+        assembled(f"{ENGINE}.enable_expert_parallel=true", model=MOE)
 
 
 @pytest.mark.parametrize("override", ["dtype=bfloat16", "logprobs_mode=raw_logprobs"])

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.preflight import Refusal, data, model
@@ -95,6 +98,41 @@ def test_folders_that_are_no_checkpoint(kind: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=re.escape(named)) as refusal:
         model.checkpoint(tmp_path, dtype="float32")
     assert f"model.path={tmp_path}" in str(refusal.value)
+
+
+def test_a_checkpoint_of_single_experts(tmp_path: Path) -> None:
+    """As transformers writes it; what is missing or misshapen is named as it is in the files."""
+    hf = Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        norm_topk_prob=True,
+        max_position_embeddings=32,
+    )
+    Qwen3MoeForCausalLM(hf).save_pretrained(tmp_path)
+    assert model.checkpoint(tmp_path, dtype="float32").num_experts == 4
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors = load_file(file)
+    assert name in tensors
+    for changes, words in (
+        ({name: None}, f"tensor {name} is missing"),
+        (
+            {name: tensors[name][:, 1:].contiguous()},
+            f"tensor {name} has shape (8, 15), the configuration gives (8, 16)",
+        ),
+        ({name.replace(".2.", ".4."): torch.zeros(8, 16)}, f"{name.replace('.2.', '.4.')} is not part of this model"),
+        ({f"{name.partition('.2.')[0]}.down_proj": torch.zeros(4, 16, 8)}, "down_proj was given twice"),
+    ):
+        given = {key: tensor for key, tensor in (tensors | changes).items() if tensor is not None}
+        save_file(given, file, metadata={"format": "pt"})
+        with pytest.raises(Refusal, match=re.escape(words)):
+            model.checkpoint(tmp_path, dtype="float32")
 
 
 def test_an_index_that_is_none(tmp_path: Path) -> None:

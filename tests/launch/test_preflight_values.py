@@ -100,6 +100,14 @@ def test_default_passes() -> None:
     ("arguments", "named"),
     [
         (["+exec=isoexec", "topology.trainer.pp=4"], "topology.trainer.pp=4 does not divide the model's 2 layers"),
+        (
+            ["+exec=isoexec", "topology.trainer.ep=2"],
+            "topology.trainer.ep=2: expert-parallel size 2, but every layer of this model is dense; it must be 1",
+        ),
+        (
+            ["+exec=isoexec", "model=tiny_moe", "topology.trainer.ep=3"],
+            "topology.trainer.ep=3: num_experts = 8 is not divisible by expert-parallel size 3; choose a degree that",
+        ),
         (["+exec=isoexec", "kernels.num_leaves=1024"], "kernels.num_leaves=1024: num_heads * head_dim = 256"),
         (["+exec=isoexec", "topology.trainer.tp=32"], "topology.trainer.tp=32: num_heads = 8"),
         (["+exec=isoexec", "topology.engine.tp=8"], "topology.engine.tp=8: num_kv_heads = 4"),

@@ -17,12 +17,13 @@ def test_one_place(m) -> None:
     decoder = m.build(*m.toy("qwen3"), num_leaves=4)
     assert one_place(decoder)
     place = decoder.lm_head.place
-    for kernels, axis, leaves in (
-        (load_kernels("cpu", decoder.schedule), place.axis, place.num_leaves),
-        (place.kernels, SingleAxis(), place.num_leaves),
-        (place.kernels, place.axis, 2),
+    for kernels, axis, leaves, experts in (
+        (load_kernels("cpu", decoder.schedule), place.axis, place.num_leaves, None),
+        (place.kernels, SingleAxis(), place.num_leaves, None),
+        (place.kernels, place.axis, 2, None),
+        (place.kernels, place.axis, place.num_leaves, SingleAxis()),
     ):
-        decoder.model.layers["0"].mlp.place = Place(kernels, axis, leaves, place.dtype, place.device)
+        decoder.model.layers["0"].mlp.place = Place(kernels, axis, leaves, place.dtype, place.device, experts)
         assert not one_place(decoder)
     decoder.model.layers["0"].mlp.place = place
     assert one_place(decoder)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from skyrl.utils.tok import get_tokenizer
 
@@ -13,6 +15,8 @@ from ...kernels.attention.spec import kv_cache_shape
 from ...model.checkpoint import CONFIG, INDEX, SINGLE, read_config
 from ...model.config import DecoderConfig, check_partition
 from ...model.families import from_hf, lookup
+from ...model.families.base import Family
+from ...model.pieces import Pieces
 from ...model.weights import HEAD_NAME, layout
 from ...runtimes.vllm.pages import hybrid_page_size, state_kernels
 from ..composition import GDN
@@ -59,11 +63,12 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
         config = from_hf(fields, dtype=dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{key}={folder}: {CONFIG}: {error}; mend the file, or give another checkpoint") from error
-    expected, family = layout(config), lookup(config.family)
-    found = {family.own_name(name): shape for name, shape in _shapes(folder).items() if family.reason(name) is None}
-    problems = []
+    expected = layout(config)
+    found, problems, begun = _whole(folder, lookup(config.family), expected)
     for name, shape in expected.items():
-        if name not in found:
+        if name in begun:
+            problems.append(f"tensor {begun[name]} is missing")
+        elif name not in found:
             problems.append(f"tensor {name} is missing (shape {shape} by config.json)")
         elif found[name] != shape:
             problems.append(f"tensor {name} has shape {found[name]}, config.json gives {shape}")
@@ -74,6 +79,23 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise Refusal(f"checkpoint {folder}: {shown}; mend the checkpoint, or give another one")
     return config
+
+
+def _whole(
+    folder: Path, family: Family, expected: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], list[str], dict[str, str]]:
+    """(shapes of whole tensors, problems with those of single experts, whole tensor -> what is missing of it)."""
+    found: dict[str, tuple[int, ...]] = {}
+    pieces = Pieces(family, expected)
+    for given, shape in _shapes(folder).items():
+        if family.reason(given) is not None:
+            continue
+        added = pieces.add(family.own_name(given), torch.empty(shape, device="meta"))
+        if added is not None and added[0] in found:
+            pieces.problems.append(f"{given} was given twice")
+        elif added is not None:
+            found[added[0]] = tuple(added[1].shape)
+    return found, [f"tensor {problem}" for problem in pieces.problems], pieces.missing()
 
 
 def _files(folder: Path) -> list[str]:
@@ -137,10 +159,15 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
     if launch.exec.name == "native":
         _native(config, launch)
         return
-    for side in ("trainer", "engine"):
+    ep = launch.topology.trainer.ep
+    try:
+        check_partition(config, num_leaves=1, tp=1, ep=ep)
+    except ValueError as error:
+        raise Refusal(f"topology.trainer.ep={ep}: {error}; choose a degree that divides it, or 1") from error
+    for side, experts in (("trainer", ep), ("engine", None)):
         degree = getattr(launch.topology, side).tp
         try:
-            check_partition(config, num_leaves=degree, tp=degree)
+            check_partition(config, num_leaves=degree, tp=degree, ep=experts)
         except ValueError as error:
             said = str(error).replace("schedule.num_leaves =", "tensor-parallel size")
             raise Refusal(f"topology.{side}.tp={degree}: {said}; choose a degree that divides it") from error

@@ -40,6 +40,8 @@ class MegatronDecoder(MegatronModule):
             dim = parameter.shard.dim
             if dim is not None:
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            if parameter.shard.axis == "ep":
+                parameter.allreduce = False  # its gradient is summed over the ranks that hold the same experts
             if name in (EMBEDDING_NAME, HEAD_NAME):
                 parameter.is_embedding_or_output_parameter = True
                 if decoder.config.tied_head and config.pipeline_model_parallel_size > 1:
@@ -119,9 +121,15 @@ class MegatronDecoder(MegatronModule):
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "dp_cp_group": metadata["dp_cp_group"],
         }
-        tensors = {f"stage.{name}": p for name, p in self.stage.named_parameters()}
-        axes = {f"stage.{n}": p.shard.dim for n, p in self.stage.named_parameters() if p.shard.dim is not None}
-        sharded = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+        of_experts = {
+            "tp_group": parallel_state.get_expert_model_parallel_group(),
+            "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
+        }
+        sharded = {}
+        for axis, over in (("tp", groups), ("ep", of_experts)):
+            own = {f"stage.{name}": p for name, p in self.stage.named_parameters() if p.shard.axis == axis}
+            dims = {name: p.shard.dim for name, p in own.items() if p.shard.dim is not None}
+            sharded |= make_sharded_tensors_for_checkpoint(own, prefix, dims, sharded_offsets, **over)
         for name, parameter in self.stage.named_parameters():
             key = f"{prefix}stage.{name}"
             if parameter.shard.blocks:

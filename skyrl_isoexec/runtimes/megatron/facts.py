@@ -34,6 +34,7 @@ def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, se
         "degree.tp": parallel_state.get_tensor_model_parallel_world_size(),
         "degree.pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "degree.dp": parallel_state.get_data_parallel_world_size(),
+        "degree.ep": 1 if stage.axes["ep"] is None else stage.axes["ep"].size,
         "seed.run": seed,
     }
 

@@ -20,14 +20,14 @@ from ...model.decoder import Decoder
 from ...model.families import from_hf
 from ...schedule.schedule import Schedule
 from .adapter import MegatronDecoder
-from .axes import tensor_parallel_axis
+from .axes import expert_parallel_axis, tensor_parallel_axis
 from .native import NativeModel
 
 
 def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerConfig:
     """Megatron's description of the decoder for this process's groups. Keyword arguments override its fields.
 
-    ValueError for sequence, context or expert parallelism, which this model has no proven layout for.
+    ValueError for sequence or context parallelism, which this model has no proven layout for.
     """
     dtype = getattr(torch, model.dtype)
     cuda = torch.cuda.is_available()
@@ -51,8 +51,15 @@ def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerCon
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, also of a dense model
     }
+    if model.has_experts:
+        fields |= {
+            "num_moe_experts": model.num_experts,
+            "moe_ffn_hidden_size": model.moe_intermediate_size,
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": 1,
+        }
     fields.update(overrides)
-    for name in ("sequence_parallel", "context_parallel_size", "expert_model_parallel_size"):
+    for name in ("sequence_parallel", "context_parallel_size"):
         if fields.get(name, False) not in (False, None, 1):
             raise ValueError(f"TransformerConfig.{name} = {fields[name]} is not supported by the unified model")
     return TransformerConfig(**fields)
@@ -92,6 +99,7 @@ def build(
         load_kernels(implementations, schedule),
         tensor_parallel_axis(),
         schedule,
+        expert_axis=expert_parallel_axis(model),
         device="cuda" if torch.cuda.is_available() else None,
         first_layer=layers.start,
         last_layer=layers.stop,

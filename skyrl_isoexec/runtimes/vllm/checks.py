@@ -37,6 +37,12 @@ def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: Engin
     rules = (
         ("architectures", model.architecture, model.architecture == architecture, f"{architecture} for this model"),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
+        (
+            "enable_expert_parallel",
+            parallel.enable_expert_parallel,
+            not parallel.enable_expert_parallel,
+            "off: experts are cut over tensor_parallel_size",
+        ),
         ("quantization", model.quantization, model.quantization is None, "none"),
         ("kv_cache_dtype", cache.cache_dtype, cache.cache_dtype == "auto", "auto"),
         ("enable_lora", vllm_config.lora_config is not None, vllm_config.lora_config is None, "off"),

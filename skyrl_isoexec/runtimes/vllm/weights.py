@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
 from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.model.pieces import Pieces
 from skyrl_isoexec.model.rope import rope_table
 from skyrl_isoexec.model.weights import LoadError, layout
 from skyrl_isoexec.runtimes.vllm.transfer import BUCKET_BYTES, GlooGroup, GlooTransfer, announce, receive
@@ -50,6 +51,8 @@ class WeightLoader:
         """Parameters of modules with several: vLLM puts those in place when all have come."""
         self.family = lookup(decoder.config.family)
         self.received: set[str] = set()
+        self.pieces = Pieces(self.family, self.shapes)
+        """Matrices of single experts, of a checkpoint; a trainer sends whole tensors."""
         self.complete = False
         self.held_back = False
         self.on_write: Callable[[], None] | None = None
@@ -70,6 +73,12 @@ class WeightLoader:
             if self.family.reason(given) is not None:
                 continue
             name = self.family.own_name(given)
+            added = self.pieces.add(name, tensor)
+            if self.pieces.problems:
+                raise LoadError(self.pieces.problems.pop())
+            if added is None:
+                continue
+            name, tensor = added
             if self.decoder.config.tied_head and name == HEAD_NAME:
                 self._tied_head = tensor.clone()
                 continue
@@ -103,8 +112,10 @@ class WeightLoader:
         """
         if self.on_write is not None:
             self.on_write()
-        missing = sorted(self.homes.keys() - self.received) if self.received else []
-        received, self.received = bool(self.received), set()
+        parts = self.pieces.missing()
+        begun = bool(self.received or parts)
+        missing = [parts.get(name, name) for name in sorted(self.homes.keys() - self.received)] if begun else []
+        received, self.received, self.pieces = begun, set(), Pieces(self.family, self.shapes)
         head, self._tied_head = self._tied_head, None
         if missing:
             self.complete = False

@@ -35,10 +35,30 @@ HYBRID = DENSE | {
     "linear_conv_kernel_dim": 4,
     "tie_word_embeddings": False,
 }
-MODELS = {"dense": DENSE, "hybrid": HYBRID}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+MODELS = {"dense": DENSE, "hybrid": HYBRID, "moe": MOE}
 """Configurations; the stages of a hybrid at pp2 are two delta rules, and one with an attention."""
-LAYOUTS = {"single": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "reshard": (2, 1, 4)}
-"""Tensor- and pipeline-parallel size, number of ranks."""
+LAYOUTS = {
+    "single": (1, 1, 1, 1),
+    "tp2": (2, 1, 1, 2),
+    "pp2": (1, 2, 1, 2),
+    "dp2": (1, 1, 1, 2),
+    "ep2": (1, 1, 2, 2),
+    "tp2ep2": (2, 1, 2, 4),
+    "reshard": (2, 1, 1, 4),
+    "redeal": (1, 1, 2, 4),
+}
+"""Tensor-, pipeline- and expert-parallel size, number of ranks. With ep2 experts are cut over the two replicas, with
+tp2ep2 over the two tensor ranks of each, so that two ranks hold the same ones."""
+REPLICATED = ("dp2", "ep2", "tp2ep2")
+"""Layouts of two data-parallel replicas, each of which trains on its own half of a batch."""
 CASES = [
     "dense-single-float32",
     "dense-single-bfloat16",
@@ -49,8 +69,16 @@ CASES = [
     "hybrid-single-float32",
     "hybrid-tp2-bfloat16",
     "hybrid-pp2-float32",
+    "moe-single-float32",
+    "moe-tp2-float32",
+    "moe-ep2-bfloat16",
+    "moe-tp2ep2-float32",
 ]
-RESHARD = "hybrid-reshard-float32"
+RESHARDS = {
+    "hybrid-reshard-float32": ((2, 1), (1, 1), (4, 1)),
+    "moe-redeal-float32": ((1, 2), (1, 1), (2, 4)),
+}
+"""Case -> tensor- and expert-parallel sizes: of those who save, then of those who load."""
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS, LENGTH, VOCABULARY, LEAVES, CHUNK = 4, 36, 32, 4, 16
 RAGGED = (31, 32, 33, 5)

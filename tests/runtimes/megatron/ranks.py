@@ -3,7 +3,7 @@
 It imports everything once and forks the ranks of one case after the other; each writes what it found, or why it failed.
 A rank scores fixed batches (no gradients), probes, trains two steps with recomputation and the distributed optimizer,
 scores again, saves, trains a third step, loads into a fresh model, trains the third step once more, and exports. One of
-`reshard` saves at one tensor-parallel size and loads at others.
+RESHARDS saves at one tensor- and expert-parallel size and loads at others.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_cases import CHUNK, LAYOUTS, LEAVES, LENGTH, RAGGED, RECOMPUTE, Micro, batches, packed, padded
+from rank_cases import CHUNK, LAYOUTS, LEAVES, LENGTH, RAGGED, RECOMPUTE, RESHARDS, Micro, batches, packed, padded
 
 PATIENCE = 200
 """Seconds for the ranks of one case."""
@@ -26,7 +26,7 @@ PATIENCE = 200
 class Trainer:
     """Model, optimizer and schedule of one rank."""
 
-    def __init__(self, checkpoint: str, dtype: str) -> None:
+    def __init__(self, checkpoint: str, dtype: str, **data_parallel: object) -> None:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -36,7 +36,7 @@ class Trainer:
 
         schedule = Schedule(num_leaves=LEAVES, kv_block=16, kv_partition=32, gdn_chunk=CHUNK)
         module = build(checkpoint, "cpu", schedule, dtype=dtype, config_overrides=RECOMPUTE)
-        self.model = distribute(module, {})
+        self.model = distribute(module, data_parallel)
         stage = module.stage
         self.logprobs = token_logprobs(stage.kernels, stage.axis, LEAVES)
         half = dtype == "bfloat16"
@@ -85,7 +85,7 @@ class Trainer:
                 forward_only=not train,
             )
         if train and step:
-            self.optimizer.step()
+            _, self.norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
         return torch.cat([one["logprobs"] for one in found]) if found else None
 
@@ -93,6 +93,16 @@ class Trainer:
         """Of the tokens within RAGGED, by name."""
         self.run([ids], train=True, lengths=RAGGED, step=False)
         return {name: p.main_grad.clone() for name, p in self.model.module.stage.named_parameters()}
+
+    @torch.no_grad()
+    def reduced(self, micro: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Full gradients by name, summed by Megatron over all replicas; for data parallelism that leaves them whole."""
+        self.run(micro, train=True, step=False)
+        stage = self.model.module.stage
+        return {
+            name: p.shard.join(stage.axes[p.shard.axis].stack_gather(p.main_grad).unbind(0)).clone()
+            for name, p in stage.named_parameters()
+        }
 
     def sharded(self, *, loading: bool) -> dict:
         """What Megatron's distributed checkpoint saves and loads."""
@@ -145,7 +155,10 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     result["padded"] = trainer.run([padded(0)], train=False)
     result["packed"] = trainer.run([packed()], train=False)
     result["gradients"] = [trainer.gradients(padded(token)) for token in (0, 17, 0)]
-    result["training"] = [trainer.run(mine, train=True) for _ in range(2)]
+    result["training"], result["norms"] = [], []
+    for _ in range(2):
+        result["training"].append(trainer.run(mine, train=True))
+        result["norms"].append(trainer.norm)
     result["after"] = trainer.run(micro, train=False)
     trainer.save(output / "saved")
     trainer.run(mine, train=True)
@@ -155,11 +168,14 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     fresh.run(mine, train=True)
     result["resumed"] = dict(export(fresh.model))
     result["shapes"] = shapes(trainer.model)
+    if "moe" in output.name:
+        twice = [Trainer(checkpoint, dtype, use_distributed_optimizer=False).reduced(mine) for _ in range(2)]
+        result["reduced"] = twice
     return result
 
 
 def reshard(checkpoint: str, dtype: str, output: Path) -> dict:
-    """Weights and saved tensors of two tensor ranks after two steps, then of one and of four that loaded those."""
+    """Weights and saved tensors of some ranks after two steps, then of others that loaded those, by their sizes."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import load_plain_tensors
 
@@ -169,17 +185,19 @@ def reshard(checkpoint: str, dtype: str, output: Path) -> dict:
     for _ in range(2):
         trainer.run(batches(), train=True)
 
-    def found(trainer: Trainer, size: int) -> tuple[dict, dict]:
-        trainer.save(output / f"tp{size}")
-        return dict(export(trainer.model)), load_plain_tensors(str(output / f"tp{size}"))
+    def found(trainer: Trainer, sizes: tuple[int, int]) -> tuple[dict, dict]:
+        folder = output / "tp{}ep{}".format(*sizes)
+        trainer.save(folder)
+        return dict(export(trainer.model)), load_plain_tensors(str(folder))
 
-    result = {2: found(trainer, 2)}
-    for size in (1, 4):
+    first, *others = RESHARDS[output.name]
+    result = {first: found(trainer, first)}
+    for tp, ep in others:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(size)
+        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
         other = Trainer(checkpoint, dtype)
-        other.load(output / "tp2")
-        result[size] = found(other, size)
+        other.load(output / "tp{}ep{}".format(*first))
+        result[tp, ep] = found(other, (tp, ep))
     return result
 
 
@@ -190,9 +208,10 @@ def rank(case: str, checkpoints: Path, output: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, layout, dtype = case.split("-")
-    parallel_state.initialize_model_parallel(*LAYOUTS[layout][:2])
+    tp, pp, ep, _ = LAYOUTS[layout]
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    found = (reshard if layout == "reshard" else train)(str(checkpoints / model), dtype, output)
+    found = (reshard if case in RESHARDS else train)(str(checkpoints / model), dtype, output)
     torch.save(found, output / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -201,7 +220,7 @@ def rank(case: str, checkpoints: Path, output: Path) -> None:
 def attempt(case: str, index: int, port: int, checkpoints: Path, output: Path) -> None:
     """One rank, or why it failed."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(index)}
-    os.environ["WORLD_SIZE"] = str(LAYOUTS[case.split("-")[1]][2])
+    os.environ["WORLD_SIZE"] = str(LAYOUTS[case.split("-")[1]][-1])
     try:
         rank(case, checkpoints, output)
     except BaseException:
@@ -221,7 +240,7 @@ def main(checkpoints: str, output: str, *cases: str) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = (port, Path(checkpoints), folder)
-        ranks = [forked.Process(target=attempt, args=(case, i, *given)) for i in range(LAYOUTS[case.split("-")[1]][2])]
+        ranks = [forked.Process(target=attempt, args=(case, i, *given)) for i in range(LAYOUTS[case.split("-")[1]][-1])]
         for process in ranks:
             process.start()
         ends = time.monotonic() + PATIENCE

@@ -13,7 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, ROWS, batches, packed, sequences
+from rank_cases import (
+    CASES,
+    CHUNK,
+    LEAVES,
+    LENGTH,
+    MODELS,
+    RAGGED,
+    REPLICATED,
+    RESHARDS,
+    ROWS,
+    batches,
+    packed,
+    sequences,
+)
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families
@@ -44,7 +57,7 @@ def outputs(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("outputs")
     settings = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     run = "import sys, ranks; ranks.main(*sys.argv[1:])"  # no script, which Megatron's own processes would import
-    command = [sys.executable, "-c", run, checkpoints, folder, *CASES, RESHARD]
+    command = [sys.executable, "-c", run, checkpoints, folder, *CASES, *RESHARDS]
     subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | settings, check=True)
     return folder
 
@@ -118,7 +131,7 @@ def test_padding_changes_no_gradient(case: str, results: Results) -> None:
 def test_training_forward_equals_scoring(case: str, results: Results) -> None:
     last = results(case)[-1]
     assert count_mismatches(last["before"], last["after"])[0] > 0  # the updates moved something
-    if "-dp2-" not in case:  # there a rank trains on its own half
+    if case.split("-")[1] not in REPLICATED:  # there a rank trains on its own half
         assert count_mismatches(last["training"][0], last["before"]) == (0, COMPARED)
 
 
@@ -154,29 +167,66 @@ def test_a_resumed_step_equals_the_uninterrupted_one(case: str, results: Results
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_probe_is_the_plain_decoders(case: str, results: Results, checkpoints: Path) -> None:
-    wanted = None if "-pp2-" in case else probe(decoder(checkpoints, case))
+    wanted = None if "-pp2" in case else probe(decoder(checkpoints, case))
     assert [rank["probe"] for rank in results(case)] == [wanted] * len(results(case))
 
 
-def test_another_tensor_parallel_size_loads_the_same_weights(results: Results) -> None:
+MOE = [case for case in CASES if case.startswith("moe-")]
+EXACT_SUMS = "moe-single-float32"
+BOUND = {"float32": 2**-16, "bfloat16": 2**-2}
+"""Sums in fp32 in other orders; a model in bf16 rounds everywhere and chooses other experts, but half a batch, or a
+batch twice, would show."""
+
+
+@pytest.mark.parametrize("case", MOE)
+def test_reduced_gradients_are_those_of_one_rank(case: str, results: Results) -> None:
+    """Of the whole batch, of every expert wherever it is; the same bits each time and on every rank of a stage."""
+    (expected, _), ranks = results(EXACT_SUMS)[0]["reduced"], results(case)
+    bound, compared = BOUND[case.rpartition("-")[2]], set()
+    for rank in ranks:
+        first, again = rank["reduced"]
+        for name, gradient in first.items():
+            assert count_mismatches(gradient, again[name])[0] == 0, name
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error <= bound, (name, error)
+            twins = [other["reduced"][0][name] for other in ranks if name in other["reduced"][0]]
+            assert all(count_mismatches(gradient, twin)[0] == 0 for twin in twins), name
+            compared.add(name)
+    assert expected.keys() == compared and any(".experts." in name for name in compared)
+
+
+@pytest.mark.parametrize("case", MOE)
+def test_the_norm_of_gradients_is_that_of_one_rank(case: str, results: Results) -> None:
+    """Before the first step; it is what clips them, and every rank has the same one."""
+    norms = {rank["norms"][0] for rank in results(case)}
+    (expected,) = {rank["norms"][0] for rank in results(EXACT_SUMS)}
+    assert len(norms) == 1 and expected > 1
+    assert abs(norms.pop() / expected - 1) <= BOUND[case.rpartition("-")[2]]
+
+
+@pytest.mark.parametrize("case", RESHARDS)
+def test_other_parallel_sizes_load_the_same_weights(case: str, results: Results) -> None:
     """Saved by two ranks after two steps, loaded by one and by four."""
-    expected, _ = results(RESHARD)[0][2]
-    for rank in results(RESHARD):
-        assert sorted(rank) == [1, 2, 4]
+    saved, *_ = RESHARDS[case]
+    expected, _ = results(case)[0][saved]
+    for rank in results(case):
+        assert tuple(rank) == RESHARDS[case]
         for weights, _ in rank.values():
             assert weights.keys() == expected.keys()
             for name, tensor in weights.items():
                 assert count_mismatches(tensor, expected[name])[0] == 0, name
 
 
-def test_another_tensor_parallel_size_keeps_the_optimizer(results: Results) -> None:
+@pytest.mark.parametrize("case", RESHARDS)
+def test_other_parallel_sizes_keep_the_optimizer(case: str, results: Results) -> None:
     """What one and four ranks hold after loading, saved again, is all that two ranks saved."""
-    weights, saved = results(RESHARD)[0][2]
-    whole = {re.sub(r"\.\d$", "", key) for key in saved}
+    first, *others = RESHARDS[case]
+    weights, saved = results(case)[0][first]
+    whole = {re.sub(r"^chained_\d\.|\.\d$", "", key) for key in saved}
     for state in ("", *(f"optimizer.state.{state}." for state in ("param", "exp_avg", "exp_avg_sq"))):
         assert {f"{state}stage.{name}" for name in weights} <= whole, state
-    for size in (1, 4):
-        _, again = results(RESHARD)[0][size]
+    for sizes in others:
+        _, again = results(case)[0][sizes]
         assert again.keys() == saved.keys()
         for key, held in saved.items():
             if key == "optimizer":  # groups and counts of steps
@@ -187,7 +237,7 @@ def test_another_tensor_parallel_size_keeps_the_optimizer(results: Results) -> N
 
 def test_blocks_are_saved_one_by_one(results: Results) -> None:
     """Queries, keys and values of the whole model: not the ranks' parts of them, end to end."""
-    weights, saved = results(RESHARD)[0][2]
+    weights, saved = results("hybrid-reshard-float32")[0][2, 1]
     cut = [name for name in weights if name.endswith(("in_proj_qkv.weight", "conv1d.weight"))]
     assert len(cut) == 6
     for name in cut:

@@ -62,6 +62,16 @@ HYBRID = {
 """Changes that make it a Qwen3.5 whose page of states fits into one of keys and values: of 64 tokens in float32, of 128
 in bfloat16."""
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+"""Changes that make it a mixture of experts."""
+
 
 def write_checkpoint(folder: Path, dtype: str, seed: int, **changes: object) -> Path:
     """A checkpoint of random weights, wide enough apart that distributions are not flat, and states that last."""
@@ -86,6 +96,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if key not in made:
             made[key] = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", dtype, seed, **changes)
         return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def experts() -> dict[str, object]:
+    """Changes of the checkpoint that make it a mixture of experts; its family is qwen3_moe."""
+    return EXPERTS
+
+
+@pytest.fixture(scope="session")
+def of_transformers(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """of_transformers(dtype, seed=0, **changes) -> the checkpoint as transformers writes it: a matrix an expert."""
+    from transformers import AutoModelForCausalLM
+
+    made: dict[tuple, Path] = {}
+
+    def get(dtype: str, seed: int = 0, **changes: object) -> Path:
+        ours = checkpoint(dtype, seed, **changes)
+        if ours not in made:
+            made[ours] = tmp_path_factory.mktemp("transformers") / "model"
+            model, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+            assert not any(info.values()), info
+            again = AutoModelForCausalLM.from_config(
+                model.config, dtype=model.dtype
+            )  # one that was read is saved as read
+            again.load_state_dict(model.state_dict())
+            again.save_pretrained(made[ours])
+        return made[ours]
 
     return get
 

@@ -46,14 +46,20 @@ def of_contract(contract, dtype: str, pages: Any = None, **changes: Any) -> dict
     return settings.engine_arguments(dtype=dtype, hybrid=pages) | TWO_WORKERS
 
 
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_two_workers_equal_one(arguments, checkpoint, contract, reference, prompts, hybrid, kind: str) -> None:
-    """TP=2 through vLLM's processes and collectives against the whole decoder, before and after an update."""
+@pytest.mark.parametrize("kind", ["experts", "hybrid"])
+def test_two_workers_equal_one(
+    arguments, checkpoint, of_transformers, contract, reference, prompts, hybrid, experts, kind: str
+) -> None:
+    """TP=2 through vLLM's processes and collectives against the whole decoder, before and after an update.
+
+    Experts come one by one from the first checkpoint, and whole in the update.
+    """
     from skyrl_isoexec.runtimes.vllm.settings import HybridPages
 
-    changes = hybrid if kind == "hybrid" else {}
-    pages = HybridPages(page_size=64, prefix_caching=True) if changes else None
-    old, new = (checkpoint("float32", seed=seed, **changes) for seed in (0, 1))
+    changes = hybrid if kind == "hybrid" else experts
+    pages = HybridPages(page_size=64, prefix_caching=True) if kind == "hybrid" else None
+    first = of_transformers if kind == "experts" else checkpoint
+    old, new = first("float32", seed=0, **changes), checkpoint("float32", seed=1, **changes)
     agreed = contract("float32", tp=2, **changes)
     made = digest(agreed)
     task = {
