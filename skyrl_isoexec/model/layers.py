@@ -34,10 +34,15 @@ class Place:
         return Shard(dim=dim, parts=self.axis.size)
 
 
-def parameter(full: tuple[int, ...], shard: Shard, like: Place) -> nn.Parameter:
-    """This rank's part of a parameter of shape `full`, filled with NaN and carrying its `shard`."""
-    data = torch.full(shard.local_shape(full), float("nan"), dtype=like.dtype, device=like.device)
-    made = nn.Parameter(data)
+def parameter(
+    full: tuple[int, ...], shard: Shard, like: Place, *, dtype: torch.dtype | None = None, trained: bool = True
+) -> nn.Parameter:
+    """This rank's part of a parameter of shape `full`, filled with NaN and carrying its `shard`.
+
+    `dtype` is the place's by default. One that is not `trained` gets no gradient.
+    """
+    data = torch.full(shard.local_shape(full), float("nan"), dtype=dtype or like.dtype, device=like.device)
+    made = nn.Parameter(data, requires_grad=trained)
     made.shard = shard
     return made
 

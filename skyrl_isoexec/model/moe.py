@@ -1,9 +1,9 @@
 """A mixture of experts in the place of the MLP: router, experts, and an expert that every token has.
 
-Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock (transformers 5.8.0). Experts are cut over the
-axis: a rank has E / size neighbours. Every rank knows every token's choice, computes the rows of its own experts, and
-takes each other row from the rank that owns it. There is no sum over ranks, so -0 stays -0, and a token's outputs are
-added in the order of one rank.
+Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock and Glm4MoeLiteMoE (transformers 5.8.0), which name
+the shared expert differently. Experts are cut over the axis: a rank has E / size neighbours. Every rank knows every
+token's choice, computes the rows of its own experts, and takes each other row from the rank that owns it. There is no
+sum over ranks, so -0 stays -0, and a token's outputs are added in the order of one rank.
 
 Shapes: T tokens, H hidden, E experts, K of them for a token, S = T K rows sorted by expert, F features of an expert.
 """
@@ -15,6 +15,7 @@ from torch import nn
 
 from skyrl_isoexec.kernels.numeric.router_rule import RouterRule
 from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.families import lookup
 from skyrl_isoexec.model.layers import ColumnLinear, Place, parameter
 from skyrl_isoexec.model.mlp import MLP
 from skyrl_isoexec.model.shard import Shard
@@ -33,17 +34,25 @@ def router_rule(config: DecoderConfig) -> RouterRule:
 
 
 class MoE(nn.Module):
-    """Router and experts of one layer, without biases; the router is whole on every rank."""
+    """Router and experts of one layer, with linears without biases; the router is whole on every rank.
+
+    The bias of a router chooses, and no weight depends on it: it is fp32 whatever the dtype, and has no gradient.
+    """
 
     def __init__(self, config: DecoderConfig, place: Place) -> None:
         super().__init__()
         hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
         shared = config.shared_expert_intermediate_size
         self.gate = ColumnLinear(hidden, num_experts, False, place, shard=Shard())
+        if config.router_bias:
+            bias = parameter((num_experts,), Shard(), place, dtype=torch.float32, trained=False)
+            self.gate.e_score_correction_bias = bias
         self.experts = nn.Module()
         self.experts.gate_up_proj = parameter((num_experts, 2 * width, hidden), place.cut(0), place)
         self.experts.down_proj = parameter((num_experts, hidden, width), place.cut(0), place)
-        self.shared_expert = None if shared is None else MLP(hidden, shared, place)
+        self.shared_name = lookup(config.family).shared_expert
+        if shared is not None:
+            self.add_module(self.shared_name, MLP(hidden, shared, place))
         gated = config.shared_expert_gate
         self.shared_expert_gate = ColumnLinear(hidden, 1, False, place, shard=Shard()) if gated else None
         self.rule, self.top_k, self.num_experts, self.place = (
@@ -56,11 +65,16 @@ class MoE(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """y_TH, whole on every rank."""
         kernels = self.place.kernels
-        weights_TK, experts_TK = kernels.route(self.gate(x_TH, torch.float32), self.top_k, self.rule)
+        weights_TK, experts_TK = self.route(self.gate(x_TH, torch.float32))
         order_S, starts_E1 = kernels.dispatch(experts_TK, self.num_experts)
         own_SH = self._own_rows(kernels.expand(self.place.axis.copy_in(x_TH), order_S), starts_E1)
         y_SH = self._rows_of_all(own_SH, experts_TK.flatten()[order_S])
         return kernels.combine(y_SH, order_S, weights_TK, self._shared(x_TH))
+
+    def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp32 weights [T, K], int32 experts [T, K], ascending) of fp32 logits."""
+        bias_E = getattr(self.gate, "e_score_correction_bias", None)
+        return self.place.kernels.route(logits_TE, self.top_k, self.rule, bias_E)
 
     def _own_rows(self, x_SH: torch.Tensor, starts_E1: torch.Tensor) -> torch.Tensor:
         """y_SH of this rank's experts; rows of others are +0."""
@@ -81,8 +95,9 @@ class MoE(nn.Module):
 
     def _shared(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Output of the expert that every token has, if there is one."""
-        if self.shared_expert is None:
+        shared = getattr(self, self.shared_name, None)
+        if shared is None:
             return None
-        y_TH = self.shared_expert(x_TH)
+        y_TH = shared(x_TH)
         gate = self.shared_expert_gate
         return y_TH if gate is None else self.place.kernels.sigmoid_mul(y_TH, gate(x_TH))

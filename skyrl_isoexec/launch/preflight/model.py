@@ -60,7 +60,8 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{key}={folder}: {CONFIG}: {error}; mend the file, or give another checkpoint") from error
     expected, family = layout(config), lookup(config.family)
-    found = {family.own_name(name): shape for name, shape in _shapes(folder).items() if family.reason(name) is None}
+    shapes = {name: s for name, s in _shapes(folder).items() if family.reason(name, config.num_layers) is None}
+    found = {family.own_name(name): shape for name, shape in shapes.items()}
     problems = []
     for name, shape in expected.items():
         if name not in found:
