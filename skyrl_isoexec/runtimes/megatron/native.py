@@ -67,5 +67,8 @@ class NativeModel(MegatronModule):
         return super().load_state_dict(state, strict=strict, assign=assign)
 
     def export(self) -> dict[str, torch.Tensor]:
-        """Tensors by checkpoint name."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """Tensors by checkpoint name: parameters, then buffers of the checkpoint, such as the bias of a router."""
+        names = {name for name, _ in self.model.named_parameters()}
+        kept = self.model.state_dict()
+        buffers = {name: b for name, b in self.model.named_buffers() if name in kept}
+        return {name: tensor.detach() for name, tensor in (dict(self.model.named_parameters()) | buffers).items()}
