@@ -28,18 +28,19 @@ keep() { # what there is, in one file, since few files come back from some hosts
 }
 
 pytest() { # name of a file of tests/gpu
-    stage "tests_$1" 140 "$python" -m pytest "tests/gpu/test_$1.py" -q $parallel --timeout 130 -p no:cacheprovider
+    stage "tests_$1" 170 "$python" -m pytest "tests/gpu/test_$1.py" -q $parallel --timeout 160 -p no:cacheprovider
 }
 
 stage host 30 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))'
 cat "$logs/host.log" "$logs/stages.txt"
 if grep -q 'exit [^0]' "$logs/stages.txt"; then exit 1; fi # no device: nothing below would say anything
 parallel=$("$python" -c 'import xdist; print("-n 4")' 2> /dev/null)
-stage compile_gates 100 "$python" scripts/warm_sm90.py
+stage compile_gates 120 "$python" scripts/warm_sm90.py
 stage compile_tiles 70 "$python" scripts/tune_sm90.py --compile-only
-regions="attention combine embedding experts gdn gdn_cpr linear logprob mla rmsnorm rope router row_linear swiglu decoder"
+regions="attention combine embedding experts gdn gdn_cpr linear logprob mla rmsnorm rope router row_linear swiglu"
+regions+=" decoder decoder_hybrid decoder_hybrid_moe decoder_moe"
 for region in $regions; do
-    stage "gates_$region" 90 "$python" -m skyrl_isoexec.gate --arch sm90 --region "$region" &
+    stage "gates_$region" 200 "$python" -m skyrl_isoexec.gate --arch sm90 --region "$region" &
 done
 wait
 mkdir -p "$logs/records" && cp skyrl_isoexec/gate/records/sm90/*.json "$logs/records/" 2> /dev/null

@@ -22,13 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 from skyrl_isoexec.gate import decoder  # noqa: E402
 from skyrl_isoexec.gate.device import OnDevice  # noqa: E402
+from skyrl_isoexec.gate.models import DECODERS, variants  # noqa: E402
 from skyrl_isoexec.gate.run import SCHEDULE  # noqa: E402
-from skyrl_isoexec.kernels.bundle import load_kernels  # noqa: E402
 from skyrl_isoexec.kernels.numeric.proof import Proof  # noqa: E402
 
 BF16 = torch.bfloat16
 Job = tuple[str, str, object]
-"""(region, function of its gate, which part of its inputs)."""
+"""(region, function of its gate, which part of its inputs or which model)."""
 
 
 def jobs() -> list[Job]:
@@ -37,7 +37,8 @@ def jobs() -> list[Job]:
     made: list[Job] = [("attention", "_tensor_core", shape) for shape in reversed(gate.TENSOR_CORE_SHAPES)]
     made += [("row_linear", "_tensor_core", shape) for shape in ("whole", 1, 2, 4, 8)]
     made += [("linear", "_tensor_core", shape) for shape in ("whole", "some")]
-    made += [("decoder", name, None) for name in ("degrees", "decode", "prefill", "trainer", "backward")]
+    parts = ("degrees", "decode", "prefill", "trainer", "backward")
+    made += [(region, part, name) for region in DECODERS for name, _, _ in variants(region) for part in parts]
     made += [("attention", name, None) for name in ("_tensor_core", "_pages", "_cuts", "_neighbours", "_batch")]
     made += [("attention", "_sequences", None)]
     for op in ("linear", "row_linear"):
@@ -79,10 +80,10 @@ def attention(name: str, part: object, proof: Proof, kernel: OnDevice) -> None:
     getattr(gate, name)(proof, kernel, SCHEDULE, "bf16", BF16)
 
 
-def whole_model(name: str, proof: Proof) -> None:
-    """One way of computing log-probabilities."""
-    fields = decoder.MODELS["qwen3"] | decoder.TENSOR_CORE_HEADS
-    config, kernels = decoder.model_config("bfloat16", fields), load_kernels("kernel", SCHEDULE)
+def whole_model(region: str, name: str, model: str, proof: Proof) -> None:
+    """One way of computing log-probabilities of one model."""
+    made = decoder.on_tensor_cores(region, "kernel", SCHEDULE)
+    config, kernels = next(pair for label, *pair in made if label == model)
     make, sequences = decoder.builder(config, kernels, "cuda"), decoder.token_ids(config, decoder.LENGTHS, "cuda")
     if name == "trainer":
         decoder.trainer(make(), sequences, grad=False)
@@ -101,8 +102,8 @@ def run(job: Job) -> tuple[Job, float]:
     begin, proof = time.monotonic(), Proof()
     torch.set_num_threads(1)
     try:
-        if region == "decoder":
-            whole_model(name, proof)
+        if region in DECODERS:
+            whole_model(region, name, part, proof)
         else:
             kernel = OnDevice(importlib.import_module(f"skyrl_isoexec.kernels.{region}.kernel"), "cuda")
             prepare = attention if region == "attention" else products

@@ -18,7 +18,8 @@ from skyrl_isoexec.contract.identity import identities
 from skyrl_isoexec.contract.schema import GATE, GATE_FORM, Contract, Entry
 
 WHOLE_MODEL = "decoder"
-"""The region of the gate that runs a whole model; it may admit any implementation."""
+"""The region of a gate that runs whole models, or the beginning of one of a kind of them (`decoder_moe`): it may admit
+any implementation."""
 FOLLOWS_WEIGHTS = ("kv_cache", "recurrent_state", "prefix_cache", "derived_weights")
 """States computed from weights: new weights make them unusable."""
 
@@ -115,8 +116,12 @@ def gate(field: str, ref: str, arches: set[str], regions: set[str] | None = None
         return
     if match["arch"] not in arches:
         yield Violation(field, shown(ref), f"a record of arch {' or '.join(sorted(arches))}")
-    if regions is not None and match["region"] not in regions:
+    if regions is not None and _kind(match["region"]) not in regions:
         yield Violation(field, shown(ref), f"a record of region {' or '.join(sorted(regions))}")
+
+
+def _kind(region: str) -> str:
+    return WHOLE_MODEL if region.startswith(f"{WHOLE_MODEL}_") else region
 
 
 def states(contract: Contract) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
     """Adds the command to the `isoexec` parser."""
     parser = groups.add_parser("gate", help="prove implementations bit by bit, and record it", description=__doc__)
     parser.add_argument("--arch", default="cpu", help="cpu or sm90 (default: cpu)")
-    parser.add_argument("--region", help="an operator, or decoder (default: all)")
+    parser.add_argument("--region", help="an operator, or a kind of decoder (default: all; --list names them)")
     parser.add_argument("--list", action="store_true", help="one line per gate, with its status and elements compared")
     parser.add_argument("--records", type=Path, help="folder of the records (default: those of this package)")
     parser.set_defaults(run=run_gate)
@@ -44,7 +44,7 @@ def show(regions: tuple[str, ...], arch: str, records: Path) -> int:
         except GateError as error:
             state, elements = "unusable", 0
             print(error, file=sys.stderr)
-        print(f"{region:12} {arch:5} {state:9} {elements:>12,} elements")
+        print(f"{region:18} {arch:5} {state:9} {elements:>12,} elements")
     return 0
 
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from skyrl_isoexec.gate.engine import Engine, Rows
-from skyrl_isoexec.kernels.bundle import FORMS, Kernels, load_kernels
+from skyrl_isoexec.gate.models import HEADS, SIZES, TENSOR_CORE_WIDTHS, TWINS, model_config, variants
+from skyrl_isoexec.kernels.bundle import Kernels, load_kernels
 from skyrl_isoexec.kernels.numeric.inputs import normal
 from skyrl_isoexec.kernels.numeric.proof import DEGREES, Proof
 from skyrl_isoexec.kernels.router.cases import ties_at_the_cut
@@ -30,52 +31,16 @@ from skyrl_isoexec.schedule import Schedule
 
 CASES = ("trainer_fwd", "trainer_fwd_no_autograd", "engine_prefill", "engine_decode")
 """Every way of computing a log-probability, by its name in a contract."""
-SIZES = {"vocab_size": 72, "hidden_size": 40, "intermediate_size": 56, "num_layers": 3, "max_position": 256}
-HEADS = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 6}
-CONSTANTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-HYBRID = {
-    "qk_norm": True,
-    "rotary_dim": 4,
-    "attention_gate": True,
-    "zero_centred_norm": True,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
-}
-EXPERTS = {
-    "intermediate_size": None,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,  # of two the sum has no order
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 24,
-    "shared_expert_gate": True,
-    "router_scoring": "softmax",
-    "router_renormalise": True,
-}
-MODELS = {
-    "qwen3": {"family": "qwen3", "qk_norm": True},
-    "qwen2": {"family": "qwen2", "qkv_bias": True, "tied_head": True},
-    "qwen3_5": {"family": "qwen3_5", **HYBRID},
-    "qwen3_5_moe": {"family": "qwen3_5_moe", **HYBRID, **EXPERTS},
-}
-WIDTHS = ("head_dim", "rotary_dim", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size")
-TENSOR_CORE_WIDTHS = dict(zip(WIDTHS, (64, 16, 16, 32, 48), strict=True))
-"""Instead of the above where a tensor core computes."""
 LENGTHS = (9, 1, 3, 33, 70)
 """Sequences: one token, less than a softmax block, more than one, more than a partition."""
 LONG, CUTS = 140, (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 """A prompt, and where its prefill is cut: around pages, blocks and partitions."""
-TWINS = (2, 5)
-"""Experts whose scores tie."""
 Builder = Callable[..., Decoder]
 
 
-def prove(proof: Proof, file: str, schedule: Schedule) -> None:
-    """Collect every check of the decoder over the implementations of this name in `proof`."""
-    for model, form, fields in variants():
+def prove(region: str, proof: Proof, file: str, schedule: Schedule) -> None:
+    """Collect every check of a region's models over the implementations of this name in `proof`."""
+    for model, form, fields in variants(region):
         for dtype in ("float32", "bfloat16"):
             config = model_config(dtype, fields)
             kernels, definition = (kernels_of(config, form, name, schedule) for name in (file, "reference"))
@@ -83,23 +48,19 @@ def prove(proof: Proof, file: str, schedule: Schedule) -> None:
             _served(proof, kernels)
 
 
-def prove_on(device: str, proof: Proof, file: str, schedule: Schedule) -> None:
+def prove_on(device: str, region: str, proof: Proof, file: str, schedule: Schedule) -> None:
     """The same on a device whose order PyTorch does not state: every check but the one against the definition."""
-    for model, form, fields in variants():
-        wide = {name: width for name, width in TENSOR_CORE_WIDTHS.items() if name in HEADS | fields}
-        config = model_config("bfloat16", fields | wide)
-        kernels = kernels_of(config, form, file, schedule)
+    for model, config, kernels in on_tensor_cores(region, file, schedule):
         prove_model(proof, f"{model} bfloat16", config, kernels, None, device)
         _served(proof, kernels)
 
 
-def variants() -> Iterator[tuple[str, Mapping[str, str], Mapping[str, object]]]:
-    """(name, {operator: its other form}, fields) of every model in every form of its operators."""
-    for model, fields in MODELS.items():
-        yield model, {}, fields
-        for form, op in FORMS.items():
-            if op in model_config("float32", fields).operators:
-                yield f"{model} {form}", {op: form}, fields
+def on_tensor_cores(region: str, file: str, schedule: Schedule) -> Iterator[tuple[str, DecoderConfig, Kernels]]:
+    """(name, configuration, kernels) of every model of a region, with heads as wide as tensor cores need."""
+    for model, form, fields in variants(region):
+        wide = {name: width for name, width in TENSOR_CORE_WIDTHS.items() if name in HEADS | fields}
+        config = model_config("bfloat16", fields | wide)
+        yield model, config, kernels_of(config, form, file, schedule)
 
 
 def kernels_of(config: DecoderConfig, form: Mapping[str, str], file: str, schedule: Schedule) -> Kernels:
@@ -110,11 +71,6 @@ def kernels_of(config: DecoderConfig, form: Mapping[str, str], file: str, schedu
 def _served(proof: Proof, kernels: Kernels) -> None:
     for op, case in itertools.product(kernels.impls, CASES):
         proof.reached(f"{op} served {case}", (op, case) in kernels.served)
-
-
-def model_config(dtype: str, fields: Mapping[str, object]) -> DecoderConfig:
-    """A model that eight ranks and eight leaves cut evenly."""
-    return DecoderConfig(**SIZES | HEADS | CONSTANTS | fields, dtype=dtype)
 
 
 def random_weights(config: DecoderConfig) -> dict[str, Tensor]:

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from skyrl_isoexec.gate.models import DECODERS, operators
 from skyrl_isoexec.kernels.bundle import OPS
 from skyrl_isoexec.kernels.sources import PACKAGE, impl_source, import_digest
 
 RECORDS = Path(__file__).resolve().parent / "records"
-DECODER = "decoder"
-"""Region of the whole model; every other region is one operator."""
-REGIONS = (*OPS, DECODER)
+REGIONS = (*OPS, *DECODERS)
+"""One operator each, or whole models of one kind."""
 FILES = {"cpu": "cpu", "sm90": "kernel"}
 """Arch -> name of its file in every operator's folder."""
 VERSIONS = {"cpu": ("llvmlite", "numba", "torch"), "sm90": ("torch", "triton")}
@@ -100,9 +100,10 @@ def _version(distribution: str) -> str:
 def present_key(region: str, arch: str, package: Path = PACKAGE) -> Key:
     """What a record of this region would be for, now. GateError if an implementation for the arch does not exist."""
     check_names(region, arch)
-    gate = package / "gate" / "decoder.py" if region == DECODER else package / "kernels" / region / "gate.py"
+    whole = region in DECODERS
+    gate = package / "gate" / "decoder.py" if whole else package / "kernels" / region / "gate.py"
     try:
-        ops = OPS if region == DECODER else (region,)
+        ops = operators(region) if whole else (region,)
         source = {f"{op}.{FILES[arch]}": impl_source(f"{op}.{FILES[arch]}", package) for op in ops}
     except ValueError as error:
         raise GateError(f"gate: region {region}, arch {arch}: {error}") from None

@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 from skyrl_isoexec.gate.device import OnDevice, require_device
-from skyrl_isoexec.gate.record import DECODER, FILES, RECORDS, GateError, Record, load, mend, present_key, save
+from skyrl_isoexec.gate.models import DECODERS
+from skyrl_isoexec.gate.record import FILES, RECORDS, GateError, Record, load, mend, present_key, save
 from skyrl_isoexec.kernels.numeric.proof import DTYPES, Proof
 from skyrl_isoexec.schedule import Schedule
 
@@ -37,8 +38,8 @@ def prove(region: str, arch: str, proof: Proof) -> None:
 
 
 def _prove_here(region: str, arch: str, proof: Proof) -> None:
-    if region == DECODER:
-        import_module("skyrl_isoexec.gate.decoder").prove(proof, FILES[arch], SCHEDULE)
+    if region in DECODERS:
+        import_module("skyrl_isoexec.gate.decoder").prove(region, proof, FILES[arch], SCHEDULE)
         return
     implementation = import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}")
     import_module(f"skyrl_isoexec.kernels.{region}.gate").prove(proof, implementation, SCHEDULE)
@@ -46,8 +47,8 @@ def _prove_here(region: str, arch: str, proof: Proof) -> None:
 
 def prove_there(region: str, arch: str, proof: Proof, device: str) -> None:
     """The checks of an arch that takes bf16 alone, whose order is its own reference's, or none that PyTorch states."""
-    if region == DECODER:
-        import_module("skyrl_isoexec.gate.decoder").prove_on(device, proof, FILES[arch], SCHEDULE)
+    if region in DECODERS:
+        import_module("skyrl_isoexec.gate.decoder").prove_on(device, region, proof, FILES[arch], SCHEDULE)
         return
     implementation = OnDevice(import_module(f"skyrl_isoexec.kernels.{region}.{FILES[arch]}"), device)
     given = {} if region == "logprob" else {"dtypes": {"bf16": DTYPES["bf16"]}}

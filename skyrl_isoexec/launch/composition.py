@@ -26,8 +26,9 @@ from ..contract import (
     seal,
     validate,
 )
+from ..gate.models import region_of
 from ..gate.record import GateError, require
-from ..kernels.selection import select
+from ..kernels.selection import MODEL, select
 from ..kernels.sources import impl_source
 from ..model.checkpoint import read_config
 from ..model.config import DecoderConfig
@@ -42,7 +43,6 @@ from .config import LaunchConfig
 
 OPS = {
     "attention": ("attn.core",),
-    "decoder": ("mlp.residual",),
     "embedding": ("embed",),
     "linear": ("attn.k_proj", "attn.q_proj", "attn.v_proj", "lm_head"),
     "logprob": ("logprob",),
@@ -51,8 +51,10 @@ OPS = {
     "row_linear": ("attn.o_proj",),
     "swiglu": (),
 }
-"""Region, named by the folder of its kernel (or `decoder`, for what the model adds itself) -> logical ops of every
-decoder. What follows is added where a model has it."""
+"""Region, named by the folder of its kernel -> logical ops of every decoder. What follows is added where a model has
+it."""
+OWN_OPS = ("mlp.residual",)
+"""What the model adds itself, admitted by the gate of its kind of decoder."""
 DENSE = {
     "linear": ("mlp.gate_proj", "mlp.up_proj"),
     "row_linear": ("mlp.down_proj",),
@@ -122,7 +124,7 @@ def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
         (config.shared_expert_intermediate_size is not None, SHARED),
         (config.shared_expert_gate, SHARED_GATE),
     )
-    found = dict(OPS)
+    found = OPS | {region_of(config): OWN_OPS}
     for holds, more in added:
         if holds:
             found |= {region: found.get(region, ()) + ops for region, ops in more.items()}
@@ -152,14 +154,15 @@ def admitted(names: Iterable[str], arch: str) -> dict[str, str]:
     return found
 
 
-def topology(schedule: Schedule, records: Mapping[str, str]) -> tuple[TopologyClaim, ...]:
-    """What each axis may be, and the gates that show it. GateError for more leaves than they have shown."""
+def topology(schedule: Schedule, records: Mapping[str, str], whole: str) -> tuple[TopologyClaim, ...]:
+    """What each axis may be, and the gates that show it, `whole` that of a decoder of its kind. GateError for more
+    leaves than they have shown."""
     if schedule.num_leaves > max(TENSOR_DEGREES):
         raise GateError(
             f"kernels.num_leaves={schedule.num_leaves} is more than the {max(TENSOR_DEGREES)} that gates have shown; "
             "lower it"
         )
-    decoder = records["decoder"]
+    decoder = records[whole]
     parallel = ("combine", "embedding", "experts", *GDN.values(), "linear", "logprob", "router", "row_linear")
     cut = tuple(records[region] for region in parallel if region in records)
     degrees = tuple(degree for degree in TENSOR_DEGREES if degree <= schedule.num_leaves)
@@ -237,18 +240,18 @@ def _compose(
     temperature: float,
     deployed: Mapping[str, Any],
 ) -> Contract:
-    owned = regions(config, gdn)
+    owned, whole = regions(config, gdn), region_of(config)
     pinned, records, own = constants(schedule, temperature), admitted(owned, arch), sources()
     names = tuple(case.name for case in CASES)
     entries = []
     for region, ops in sorted(owned.items()):
-        file = "torch" if region == "decoder" else impl
-        digest = own["model"] if region == "decoder" else impl_source(f"{region}.{file}")
+        impl_id = f"{MODEL}.torch" if region == whole else f"{region}.{impl}"
+        digest = own["model"] if region == whole else impl_source(impl_id)
         entries.append(
             Entry(
                 region=ops,
                 cases=names,
-                impl=Impl(id=f"{region}.{file}", version=1, arch=arch, source=digest),
+                impl=Impl(id=impl_id, version=1, arch=arch, source=digest),
                 constants=pinned.get(region, {}),
                 gate=records[region],
             )
@@ -266,7 +269,7 @@ def _compose(
             composition=tuple(entries),
             versions={name: importlib.metadata.version(name) for name in VERSIONS[arch]},
             sources=own,
-            claims=Claims(topology=topology(schedule, records), state=STATES, tolerances=()),
+            claims=Claims(topology=topology(schedule, records, whole), state=STATES, tolerances=()),
             deployment=deployed,
         )
     )

@@ -119,6 +119,7 @@ def test_other_constants_are_another_way_and_other_entries_are_not(contract):
         ("gates/cpu/swiglu@0123456789abcdef\n", "a gate's record"),
         ("gates/sm90/swiglu@0123456789abcdef", "a record of arch cpu"),
         ("gates/cpu/rope@0123456789abcdef", "a record of region decoder or swiglu"),
+        ("gates/cpu/decoders@0123456789abcdef", "a record of region decoder or swiglu"),
     ],
 )
 def test_gates(contract, ref, needed):

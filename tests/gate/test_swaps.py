@@ -319,4 +319,4 @@ def test_the_decoder_finds_a_change(change, name, stopping, difference, monkeypa
     """In one case only, in every case alike, and between ranks."""
     monkeypatch.setattr(*change())
     with pytest.raises(difference, match=f"qwen3 float32: {name}"):
-        decoder.prove(stopping, "cpu", SCHEDULE)
+        decoder.prove("decoder", stopping, "cpu", SCHEDULE)

@@ -242,7 +242,6 @@ def router_tie_of_one_row() -> tuple[object, str, object]:
 )
 def test_the_decoder_finds_a_change(change, name, stopping, difference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a choice in one case only, and of whose rows are added when."""
-    monkeypatch.setattr(decoder, "MODELS", {"qwen3_5_moe": decoder.MODELS["qwen3_5_moe"]})
     monkeypatch.setattr(*change())
     with pytest.raises(difference, match=f"qwen3_5_moe float32: {name}"):
-        decoder.prove(stopping, "cpu", SCHEDULE)
+        decoder.prove("decoder_hybrid_moe", stopping, "cpu", SCHEDULE)

@@ -1,0 +1,78 @@
+"""The models that the gates of the decoder run, one region for each kind, and the region of a model.
+
+A kind is which operators mix positions and whether some layers have experts; another kind's kernels do not move its
+record. Standard library only, but for the description of a decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from skyrl_isoexec.kernels.bundle import FORMS
+from skyrl_isoexec.model.config import DecoderConfig
+
+SIZES = {"vocab_size": 72, "hidden_size": 40, "intermediate_size": 56, "num_layers": 3, "max_position": 256}
+HEADS = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 6}
+CONSTANTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+HYBRID = {
+    "qk_norm": True,
+    "rotary_dim": 4,
+    "attention_gate": True,
+    "zero_centred_norm": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {
+    "intermediate_size": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,  # of two the sum has no order
+    "moe_intermediate_size": 12,
+    "router_scoring": "softmax",
+    "router_renormalise": True,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 24, "shared_expert_gate": True}
+DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
+    "decoder": {
+        "qwen3": {"family": "qwen3", "qk_norm": True},
+        "qwen2": {"family": "qwen2", "qkv_bias": True, "tied_head": True},
+    },
+    "decoder_hybrid": {"qwen3_5": {"family": "qwen3_5", **HYBRID}},
+    "decoder_hybrid_moe": {"qwen3_5_moe": {"family": "qwen3_5_moe", **HYBRID, **EXPERTS, **SHARED_EXPERT}},
+    "decoder_moe": {"qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **EXPERTS}},
+}
+"""Region -> name of a model -> its fields."""
+WIDTHS = ("head_dim", "rotary_dim", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size")
+TENSOR_CORE_WIDTHS = dict(zip(WIDTHS, (64, 16, 16, 32, 48), strict=True))
+"""Instead of the above where a tensor core computes."""
+
+TWINS = (2, 5)
+"""Experts whose scores tie."""
+
+
+def region_of(config: DecoderConfig) -> str:
+    """The region whose gate runs models of this kind."""
+    return "decoder" + ("_hybrid" if config.hybrid else "") + ("_moe" if config.has_experts else "")
+
+
+def variants(region: str) -> Iterator[tuple[str, Mapping[str, str], Mapping[str, object]]]:
+    """(name, {operator: its other form}, fields) of every model of a region, in every form of its operators."""
+    for model, fields in DECODERS[region].items():
+        yield model, {}, fields
+        for form, op in FORMS.items():
+            if op in model_config("float32", fields).operators:
+                yield f"{model} {form}", {op: form}, fields
+
+
+def operators(region: str) -> tuple[str, ...]:
+    """Sorted operators, and other forms of them, that a region's models compute with."""
+    made = [(form, model_config("float32", fields).operators) for _, form, fields in variants(region)]
+    return tuple(sorted({form.get(op, op) for form, ops in made for op in ops}))
+
+
+def model_config(dtype: str, fields: Mapping[str, object]) -> DecoderConfig:
+    """A model that eight ranks and eight leaves cut evenly."""
+    return DecoderConfig(**SIZES | HEADS | CONSTANTS | fields, dtype=dtype)
