@@ -30,7 +30,7 @@ def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def dtypes(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-    """Name -> type of what `export` yields with the same dtype: that one, but for what is fp32 in a model of any dtype."""
+    """Name -> type of what `export` yields with the same dtype: it, but for what is fp32 in a model of any dtype."""
     model = unwrap(module)
     if isinstance(model, NativeModel):
         learned = {name for name, _ in model.model.named_parameters()}

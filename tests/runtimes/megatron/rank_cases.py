@@ -35,8 +35,28 @@ HYBRID = DENSE | {
     "linear_conv_kernel_dim": 4,
     "tie_word_embeddings": False,
 }
-MODELS = {"dense": DENSE, "hybrid": HYBRID}
-"""Configurations; the stages of a hybrid at pp2 are two delta rules, and one with an attention."""
+LATENT = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+}
+MODELS = {"dense": DENSE, "hybrid": HYBRID, "latent": LATENT}
+"""Configurations. The stages at pp2 are, of a hybrid, two delta rules, and one with an attention; of the latent one, a
+dense layer, and one with experts."""
 LAYOUTS = {"single": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "reshard": (2, 1, 4)}
 """Tensor- and pipeline-parallel size, number of ranks."""
 CASES = [
@@ -49,8 +69,12 @@ CASES = [
     "hybrid-single-float32",
     "hybrid-tp2-bfloat16",
     "hybrid-pp2-float32",
+    "latent-tp2-bfloat16",
+    "latent-pp2-float32",
+    "latent-dp2-float32",
 ]
 RESHARD = "hybrid-reshard-float32"
+RESHARDS = [RESHARD, "latent-reshard-float32"]
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS, LENGTH, VOCABULARY, LEAVES, CHUNK = 4, 36, 32, 4, 16
 RAGGED = (31, 32, 33, 5)

@@ -92,7 +92,11 @@ class Trainer:
     def gradients(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of the tokens within RAGGED, by name."""
         self.run([ids], train=True, lengths=RAGGED, step=False)
-        return {name: p.main_grad.clone() for name, p in self.model.module.stage.named_parameters()}
+        return {name: p.main_grad.clone() for name, p in self.trained()}
+
+    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters with a gradient: all but the bias of a router."""
+        return ((name, p) for name, p in self.model.module.stage.named_parameters() if p.requires_grad)
 
     def sharded(self, *, loading: bool) -> dict:
         """What Megatron's distributed checkpoint saves and loads."""
@@ -136,7 +140,7 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     from megatron.core import parallel_state
 
     from skyrl_isoexec.runtimes.megatron.facts import probe
-    from skyrl_isoexec.runtimes.megatron.weights import export, shapes
+    from skyrl_isoexec.runtimes.megatron.weights import dtypes, export, shapes
 
     micro = batches()
     mine = micro[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
@@ -155,6 +159,8 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     fresh.run(mine, train=True)
     result["resumed"] = dict(export(fresh.model))
     result["shapes"] = shapes(trainer.model)
+    result["sent"] = {name: tensor.dtype for name, tensor in export(trainer.model, torch.bfloat16)}
+    result["announced"] = dtypes(trainer.model, torch.bfloat16)
     return result
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, ROWS, batches, packed, sequences
+from rank_cases import CASES, CHUNK, LEAVES, LENGTH, MODELS, RAGGED, RESHARD, RESHARDS, ROWS, batches, packed, sequences
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model import checkpoint, families
@@ -28,12 +28,19 @@ Results = Callable[[str], list[dict]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+def is_bias(name: str) -> bool:
+    """Whether it is the bias of a router, which is not trained."""
+    return name.endswith("e_score_correction_bias")
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a random checkpoint of each model."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, hf in MODELS.items():
-        tensors = checkpoint.random_tensors(families.from_hf(hf, dtype="float32"), seed=5, std=0.3)
+        tensors = dict(checkpoint.random_tensors(families.from_hf(hf, dtype="float32"), seed=5, std=0.3))
+        for bias in filter(is_bias, tensors):
+            tensors[bias] = torch.linspace(-0.2, 0.2, len(tensors[bias])) / 3  # of no bfloat16
         checkpoint.save(folder / name, hf, tensors)
     return folder
 
@@ -44,7 +51,7 @@ def outputs(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("outputs")
     settings = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     run = "import sys, ranks; ranks.main(*sys.argv[1:])"  # no script, which Megatron's own processes would import
-    command = [sys.executable, "-c", run, checkpoints, folder, *CASES, RESHARD]
+    command = [sys.executable, "-c", run, checkpoints, folder, *CASES, *RESHARDS]
     subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | settings, check=True)
     return folder
 
@@ -128,7 +135,16 @@ def test_every_parameter_is_trained(case: str, results: Results, checkpoints: Pa
     after = results(case)[0]["third"]
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert count_mismatches(tensor, after[name])[0] > 0, name
+        assert (count_mismatches(tensor, after[name])[0] > 0) != is_bias(name), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_but_a_bias_is_sent_in_the_dtype_of_the_engine(case: str, results: Results) -> None:
+    for rank in results(case):
+        assert rank["sent"] == rank["announced"]
+        kept = {name for name, dtype in rank["sent"].items() if dtype != torch.bfloat16}
+        assert kept == set(filter(is_bias, rank["third"])) and bool(kept) == case.startswith("latent")
+        assert all(rank["third"][name].bfloat16().float().ne(rank["third"][name]).any() for name in kept)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -158,10 +174,11 @@ def test_the_probe_is_the_plain_decoders(case: str, results: Results, checkpoint
     assert [rank["probe"] for rank in results(case)] == [wanted] * len(results(case))
 
 
-def test_another_tensor_parallel_size_loads_the_same_weights(results: Results) -> None:
+@pytest.mark.parametrize("case", RESHARDS)
+def test_another_tensor_parallel_size_loads_the_same_weights(case: str, results: Results) -> None:
     """Saved by two ranks after two steps, loaded by one and by four."""
-    expected, _ = results(RESHARD)[0][2]
-    for rank in results(RESHARD):
+    expected, _ = results(case)[0][2]
+    for rank in results(case):
         assert sorted(rank) == [1, 2, 4]
         for weights, _ in rank.values():
             assert weights.keys() == expected.keys()
@@ -169,14 +186,15 @@ def test_another_tensor_parallel_size_loads_the_same_weights(results: Results) -
                 assert count_mismatches(tensor, expected[name])[0] == 0, name
 
 
-def test_another_tensor_parallel_size_keeps_the_optimizer(results: Results) -> None:
+@pytest.mark.parametrize("case", RESHARDS)
+def test_another_tensor_parallel_size_keeps_the_optimizer(case: str, results: Results) -> None:
     """What one and four ranks hold after loading, saved again, is all that two ranks saved."""
-    weights, saved = results(RESHARD)[0][2]
+    weights, saved = results(case)[0][2]
     whole = {re.sub(r"\.\d$", "", key) for key in saved}
     for state in ("", *(f"optimizer.state.{state}." for state in ("param", "exp_avg", "exp_avg_sq"))):
-        assert {f"{state}stage.{name}" for name in weights} <= whole, state
+        assert {f"{state}stage.{name}" for name in weights if not (state and is_bias(name))} <= whole, state
     for size in (1, 4):
-        _, again = results(RESHARD)[0][size]
+        _, again = results(case)[0][size]
         assert again.keys() == saved.keys()
         for key, held in saved.items():
             if key == "optimizer":  # groups and counts of steps
