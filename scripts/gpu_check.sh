@@ -38,7 +38,7 @@ parallel=$("$python" -c 'import xdist; print("-n 4")' 2> /dev/null)
 stage compile_gates 120 "$python" scripts/warm_sm90.py
 stage compile_tiles 70 "$python" scripts/tune_sm90.py --compile-only
 regions="attention combine embedding experts gdn gdn_cpr linear logprob mla rmsnorm rope router row_linear swiglu"
-regions+=" decoder decoder_hybrid decoder_hybrid_moe decoder_moe"
+regions+=" decoder decoder_hybrid decoder_hybrid_moe decoder_mla decoder_moe"
 for region in $regions; do
     stage "gates_$region" 200 "$python" -m skyrl_isoexec.gate --arch sm90 --region "$region" &
 done

@@ -3,9 +3,10 @@
 
     python scripts/random_checkpoint.py Qwen3_5TextConfig --layers 4 --out FOLDER [--set max_position_embeddings=4096]
 
-Sizes are the defaults of transformers' configuration class (5.8.0): for Qwen3_5TextConfig those of Qwen3.5-9B. The
-tokenizer is the embedded task's, of sixteen symbols, whatever the vocabulary. Weights are the same for the same
-arguments. Needs transformers.
+Sizes are the defaults of transformers' configuration class (5.8.0): for Qwen3_5TextConfig those of Qwen3.5-9B, for
+Glm4MoeLiteConfig those of GLM-4.7-Flash, whose first layer is dense. A router's bias is 0. The tokenizer is the
+embedded task's, of sixteen symbols, whatever the vocabulary. Weights are the same for the same arguments. Needs
+transformers.
 """
 
 import argparse

@@ -22,11 +22,13 @@ from skyrl_isoexec.kernels.bundle import Kernels, load_kernels
 from skyrl_isoexec.kernels.numeric.inputs import normal
 from skyrl_isoexec.kernels.numeric.proof import DEGREES, Proof
 from skyrl_isoexec.kernels.router.cases import ties_at_the_cut
+from skyrl_isoexec.kernels.router.reference import scores
 from skyrl_isoexec.model.axes import Axis, SingleAxis
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import Decoder
+from skyrl_isoexec.model.moe import MoE
 from skyrl_isoexec.model.threads import run_mesh, run_ranks
-from skyrl_isoexec.model.weights import layout, load
+from skyrl_isoexec.model.weights import dtypes, layout, load
 from skyrl_isoexec.schedule import Schedule
 
 CASES = ("trainer_fwd", "trainer_fwd_no_autograd", "engine_prefill", "engine_decode")
@@ -78,11 +80,11 @@ def _served(proof: Proof, kernels: Kernels) -> None:
 
 def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
     """Full tensors, the same bits on every machine. Two experts of a layer have one router's row: their scores tie."""
-    dtype, tensors = getattr(torch, config.dtype), {}
+    kinds, tensors = dtypes(config), {}
     for seed, (name, shape) in enumerate(sorted(layout(config).items())):
         centre = 1.0 if name.endswith("norm.weight") else 0.0
-        tensors[name] = (normal(seed, *shape, scale=0.2) + centre).to(dtype)
-        if name.endswith("mlp.gate.weight"):
+        tensors[name] = (normal(seed, *shape, scale=0.2) + centre).to(kinds[name])
+        if ".mlp.gate." in name:
             tensors[name][TWINS[1]] = tensors[name][TWINS[0]]
     return tensors
 
@@ -192,16 +194,23 @@ def _choices(proof: Proof, label: str, decoder: Decoder, sequences: list[Tensor]
     def choices(given: list[Tensor]) -> list[Tensor]:
         logits.clear()
         trainer(decoder, given, grad=False)
-        return [decoder.kernels.route(rows, m.top_k, m.rule)[1] for m, rows in zip(routers, logits, strict=True)]
+        return [router.route(rows)[1] for router, rows in zip(routers, logits, strict=True)]
 
     whole = choices(sequences)
-    ties = sum(ties_at_the_cut(rows, experts) for rows, experts in zip(logits, whole, strict=True))
+    values = (_choosing(router, rows) for router, rows in zip(routers, logits, strict=True))
+    ties = sum(ties_at_the_cut(rows, experts) for rows, experts in zip(values, whole, strict=True))
     proof.reached(f"{label}: choices that a tie decides", ties)
     alone = [choices([sequence]) for sequence in sequences]
     for layer, experts in enumerate(whole):
         proof.equal(f"{label}: experts", experts, torch.cat([found[layer] for found in alone]), at=f"router {layer}")
     for hook in hooks:
         hook.remove()
+
+
+def _choosing(router: MoE, logits_TE: Tensor) -> Tensor:
+    """What the experts of a token are chosen by."""
+    bias_E = getattr(router.gate, "e_score_correction_bias", None)
+    return logits_TE if bias_E is None else scores(logits_TE, router.rule) + bias_E
 
 
 def _packing(proof: Proof, name: str, decoder: Decoder, sequences: list[Tensor], whole: Tensor) -> None:

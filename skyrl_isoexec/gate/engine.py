@@ -28,7 +28,7 @@ class Step:
     caches: dict[int, Tensor]
     states: dict[int, States]
     table: Tensor
-    """int32 [R, B]: pages of keys and values."""
+    """int32 [R, B]: pages of keys and values, or of latents."""
     state_table: Tensor
     """int32 [R, B]: pages of recurrent states."""
     slots_T: Tensor
@@ -40,6 +40,13 @@ class Step:
         kernels, cache = self.decoder.kernels, self.caches[layer]
         kernels.write_kv(k_TKD, v_TKD, cache, self.slots_T)
         return kernels.attention_paged(q_TND, cache, self.table, self.starts, self.lengths, self.decoder.config.scale)
+
+    def attend_latent(self, layer: int, q_TNQ: Tensor, c_TQ: Tensor) -> Tensor:
+        """o_TNL over the pages."""
+        kernels, config, cache = self.decoder.kernels, self.decoder.config, self.caches[layer]
+        kernels.write_latent(c_TQ, cache, self.slots_T)
+        batch = (self.table, self.starts, self.lengths)
+        return kernels.mla_paged(q_TNQ, cache, *batch, config.scale, config.kv_lora_rank)
 
     def recur(self, layer: int, rows: GdnRows) -> Tensor:
         """o_TVD over the pages."""
@@ -58,6 +65,9 @@ class Engine:
         like = torch.empty(0, config.num_kv_heads // size, config.head_dim, dtype=getattr(torch, config.dtype))
         made, self.device = pages(like, lengths, decoder.schedule.kv_block, decoder.schedule), sequences[0].device
         cache, self.table, slots = (x.to(self.device) for x in made)
+        if config.latent:
+            shape = decoder.kernels.mla_cache_shape(len(cache), decoder.schedule.kv_block, config.latent_width)
+            cache = torch.full(shape, float("nan"), dtype=cache.dtype, device=self.device)
         self.caches = {index: cache.clone() for index in decoder.layer_indices if config.attends(index)}
         self.slots = slots.split(lengths)
         self.state_table = _table(lengths, decoder.schedule.gdn_chunk).to(self.device)

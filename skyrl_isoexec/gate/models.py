@@ -35,6 +35,26 @@ EXPERTS = {
     "router_renormalise": True,
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24, "shared_expert_gate": True}
+LATENT = {
+    "num_kv_heads": 16,
+    "head_dim": 10,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "rope_interleaved": True,
+    "latent_norm_eps": 1e-5,
+}
+BIASED = EXPERTS | {
+    "intermediate_size": 56,
+    "first_dense_layers": 1,
+    "shared_expert_intermediate_size": 24,
+    "router_scoring": "sigmoid",
+    "router_bias": True,
+    "router_scale": 1.75,
+    "router_eps": 1e-20,
+}
 DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
     "decoder": {
         "qwen3": {"family": "qwen3", "qk_norm": True},
@@ -42,19 +62,31 @@ DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
     },
     "decoder_hybrid": {"qwen3_5": {"family": "qwen3_5", **HYBRID}},
     "decoder_hybrid_moe": {"qwen3_5_moe": {"family": "qwen3_5_moe", **HYBRID, **EXPERTS, **SHARED_EXPERT}},
+    "decoder_mla": {"glm4_moe_lite": {"family": "glm4_moe_lite", **LATENT, **BIASED}},
     "decoder_moe": {"qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **EXPERTS}},
 }
 """Region -> name of a model -> its fields."""
-WIDTHS = ("head_dim", "rotary_dim", "linear_key_head_dim", "linear_value_head_dim", "moe_intermediate_size")
-TENSOR_CORE_WIDTHS = dict(zip(WIDTHS, (64, 16, 16, 32, 48), strict=True))
+TENSOR_CORE_WIDTHS = {
+    "head_dim": 64,
+    "rotary_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 """Instead of the above where a tensor core computes."""
-
 TWINS = (2, 5)
 """Experts whose scores tie."""
 
 
 def region_of(config: DecoderConfig) -> str:
     """The region whose gate runs models of this kind."""
+    if config.latent:
+        return "decoder_mla"
     return "decoder" + ("_hybrid" if config.hybrid else "") + ("_moe" if config.has_experts else "")
 
 

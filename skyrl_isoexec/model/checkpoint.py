@@ -19,12 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from skyrl_isoexec.model.families import detect
-from skyrl_isoexec.model.weights import LoadError, LoadReport, export, iter_export, layout, load, random_tensors
+from skyrl_isoexec.model.weights import (
+    LoadError,
+    LoadReport,
+    dtypes,
+    export,
+    iter_export,
+    layout,
+    load,
+    random_tensors,
+)
 
 __all__ = [
     "CheckpointError",
     "LoadError",
     "LoadReport",
+    "dtypes",
     "export",
     "export_config",
     "iter_export",

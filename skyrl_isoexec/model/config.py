@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16")
-OPERATORS = ("attention", "embedding", "linear", "logprob", "rmsnorm", "rope", "row_linear", "swiglu")
-"""Those of every model."""
+OPERATORS = ("embedding", "linear", "logprob", "rmsnorm", "rope", "row_linear", "swiglu")
+"""Those of every model, beside the one that mixes positions."""
 ROUTER_SCORINGS = ("sigmoid", "softmax")
 SWITCHES = (
     "qkv_bias",
@@ -23,6 +23,8 @@ SWITCHES = (
     "zero_centred_norm",
     "shared_expert_gate",
     "router_renormalise",
+    "router_bias",
+    "rope_interleaved",
 )
 SIZES = (
     "vocab_size",
@@ -40,12 +42,15 @@ GDN_SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_FIELDS = (*LATENT_SIZES, "q_lora_rank", "rope_interleaved", "latent_norm_eps")
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_groups", "router_groups_kept")
 EXPERT_FIELDS = (
     *EXPERT_SIZES,
     "shared_expert_intermediate_size",
     "shared_expert_gate",
     "router_scoring",
+    "router_bias",
     "router_renormalise",
     "router_scale",
     "router_eps",
@@ -58,8 +63,8 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 class DecoderConfig:
     """Shape and constants of a decoder-only transformer with SwiGLU MLPs.
 
-    A layer mixes positions by grouped-query attention or, in a hybrid, by a gated delta rule. Its MLP is dense or a
-    mixture of experts.
+    A layer mixes positions by grouped-query attention, by multi-head latent attention or, in a hybrid, by a gated delta
+    rule. Its MLP is dense or a mixture of experts.
     """
 
     family: str
@@ -72,7 +77,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of one attention head; even, and free of `hidden_size`."""
+    """Width of one head's query and key; free of `hidden_size`, and even where all of it is rotated."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, float] | None = None
@@ -80,6 +85,7 @@ class DecoderConfig:
     max_position: int
     """Number of positions the rotary table covers."""
     qkv_bias: bool = False
+    """On queries, keys and values; of latent attention, on what projects down to the latents."""
     o_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotation."""
@@ -89,6 +95,20 @@ class DecoderConfig:
     """A sigmoid gate, projected beside the query, multiplies the output of the attention."""
     zero_centred_norm: bool = False
     """Weights of norms are kept as differences from 1."""
+    kv_lora_rank: int | None = None
+    """Width of the latent of latent attention; None without one, and then the six below are as they are here."""
+    q_lora_rank: int | None = None
+    """Width that queries are projected down to; None for one projection."""
+    qk_nope_head_dim: int | None = None
+    """Entries of a head's query and key that are not rotated, before those that are."""
+    qk_rope_head_dim: int | None = None
+    """Rotated entries, in keys the same for all heads."""
+    v_head_dim: int | None = None
+    """Width of one head's value."""
+    rope_interleaved: bool = False
+    """Neighbouring entries are rotated together, not those at one place of either half."""
+    latent_norm_eps: float | None = None
+    """As `rms_norm_eps`, of the norms of the latents."""
     full_attention_interval: int = 1
     """Layer i attends where (i + 1) is a multiple of it; the others are gated delta rules. 1 for attention alone."""
     linear_num_key_heads: int | None = None
@@ -99,7 +119,7 @@ class DecoderConfig:
     linear_conv_kernel_dim: int | None = None
     """Taps of the causal convolution before it."""
     num_experts: int | None = None
-    """Experts of a layer; None where every MLP is dense, and then the ten below are as they are here."""
+    """Experts of a layer; None where every MLP is dense, and then the eleven below are as they are here."""
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     """Inner width of an expert."""
@@ -108,7 +128,9 @@ class DecoderConfig:
     shared_expert_gate: bool = False
     """A sigmoid of one number per token multiplies its output."""
     router_scoring: str | None = None
-    """This and the five below: the fields of a RouterRule (kernels/numeric/router_rule.py)."""
+    """This and the five after the next: the fields of a RouterRule (kernels/numeric/router_rule.py)."""
+    router_bias: bool = False
+    """A number for each expert is added to the scores that choose; fp32, and without a gradient."""
     router_renormalise: bool = False
     router_scale: float = 1.0
     router_groups: int = 1
@@ -126,6 +148,7 @@ class DecoderConfig:
             *SIZES,
             "full_attention_interval",
             *(GDN_SIZES if self.hybrid else ()),
+            *(LATENT_SIZES if self.latent else ()),
             *(EXPERT_SIZES if self.has_experts else ()),
             *(("intermediate_size",) if self.has_dense_mlp else ()),
         )
@@ -133,16 +156,17 @@ class DecoderConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"DecoderConfig.{name} = {value!r} must be a positive integer")
-        for name in ("rms_norm_eps", "rope_theta"):
+        for name in ("rms_norm_eps", "rope_theta", *(("latent_norm_eps",) if self.latent else ())):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise ValueError(f"DecoderConfig.{name} = {value!r} must be a positive finite number")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)!r} must be true or false")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.latent:
             raise ValueError(f"DecoderConfig.head_dim = {self.head_dim} must be even: the rotation pairs its halves")
-        rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        self._check_latent()
+        rotated = 2 if self.rotary_dim is None else self.rotary_dim
         if type(rotated) is not int or not 0 < rotated <= self.head_dim or rotated % 2:
             raise ValueError(f"DecoderConfig.rotary_dim = {rotated!r} must be even, up to head_dim = {self.head_dim}")
         given = [name for name in GDN_SIZES if getattr(self, name) is not None]
@@ -164,6 +188,25 @@ class DecoderConfig:
             raise ValueError(
                 f"DecoderConfig.rope_scaling has keys {sorted(self.rope_scaling)}; expected {sorted(LLAMA3_KEYS)}"
             )
+
+    def _check_latent(self) -> None:
+        if not self.latent:
+            for name in LATENT_FIELDS:
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)!r}, but no attention is latent")
+            return
+        rank = self.q_lora_rank
+        if rank is not None and (type(rank) is not int or rank < 1):
+            raise ValueError(f"DecoderConfig.q_lora_rank = {rank!r} must be a positive integer, or None")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"DecoderConfig.qk_rope_head_dim = {self.qk_rope_head_dim} must be even: it is pairs")
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        for name, value in (("head_dim", width), ("num_kv_heads", self.num_heads)):
+            if getattr(self, name) != value:
+                raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)} must be {value} with latent attention")
+        for name in ("rotary_dim", "qk_norm", "attention_gate", "full_attention_interval"):
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)!r} is not defined for latent attention")
 
     def _check_experts(self) -> None:
         if not self.has_experts:
@@ -219,6 +262,21 @@ class DecoderConfig:
         return self.has_experts and layer >= self.first_dense_layers
 
     @property
+    def latent(self) -> bool:
+        """Whether layers attend through a latent that all heads share."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def latent_width(self) -> int:
+        """Entries of a position's key in latent attention: the latent and the rotated part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def norm_eps(self) -> tuple[float, ...]:
+        """Every eps that a norm adds, ascending."""
+        return tuple(sorted({self.rms_norm_eps, *((self.latent_norm_eps,) if self.latent else ())}))
+
+    @property
     def hybrid(self) -> bool:
         """Whether some layers are gated delta rules."""
         return self.full_attention_interval != 1
@@ -230,8 +288,8 @@ class DecoderConfig:
     @property
     def operators(self) -> tuple[str, ...]:
         """Operators that it computes with, by the names of kernels' folders; one may be in another form."""
-        more = (("gdn",) if self.hybrid else ()) + (("combine", "experts", "router") if self.has_experts else ())
-        return tuple(sorted((*OPERATORS, *more)))
+        mixers = ("mla",) if self.latent else ("attention", "gdn") if self.hybrid else ("attention",)
+        return tuple(sorted((*OPERATORS, *mixers, *(("combine", "experts", "router") if self.has_experts else ()))))
 
     @property
     def scale(self) -> float:
@@ -248,6 +306,7 @@ def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int, ep: int 
 
     Each rank must own whole leaves of every sum that is a tree (row-parallel linears, the softmax over the
     vocabulary), whole key/value heads, and whole experts: of the expert-parallel degree, or, if that is None, of tp.
+    The latents of latent attention are whole on every rank.
     """
     if num_leaves < 1 or num_leaves & (num_leaves - 1):
         raise ValueError(f"schedule.num_leaves = {num_leaves} must be a power of two")
@@ -264,7 +323,8 @@ def check_partition(config: DecoderConfig, *, num_leaves: int, tp: int, ep: int 
     for name in ("num_heads", "num_kv_heads", *heads, *experts, "vocab_size"):
         if getattr(config, name) % tp:
             raise ValueError(f"{name} = {getattr(config, name)} is not divisible by tensor-parallel size {tp}")
-    sums = {"num_heads * head_dim": config.num_heads * config.head_dim, "vocab_size": config.vocab_size}
+    outputs = "v_head_dim" if config.latent else "head_dim"
+    sums = {f"num_heads * {outputs}": config.num_heads * getattr(config, outputs), "vocab_size": config.vocab_size}
     widths = {name: getattr(config, name) for name in ("intermediate_size", "shared_expert_intermediate_size")}
     sums |= {name: width for name, width in widths.items() if width is not None}
     if config.hybrid:

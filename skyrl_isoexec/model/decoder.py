@@ -17,6 +17,7 @@ from skyrl_isoexec.model.attention import Attention
 from skyrl_isoexec.model.axes import Axis
 from skyrl_isoexec.model.config import DecoderConfig, check_partition
 from skyrl_isoexec.model.gdn import GatedDeltaNet
+from skyrl_isoexec.model.latent import LatentAttention
 from skyrl_isoexec.model.layers import TORCH_DTYPES, ColumnLinear, Place, RMSNorm, VocabEmbedding
 from skyrl_isoexec.model.mlp import MLP
 from skyrl_isoexec.model.moe import MoE
@@ -39,7 +40,7 @@ class Layer(nn.Module):
         offset = 1.0 if config.zero_centred_norm else 0.0
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place, offset=offset)
         if config.attends(index):
-            self.self_attn = Attention(config, index, place)
+            self.self_attn = (LatentAttention if config.latent else Attention)(config, index, place)
         else:
             self.linear_attn = GatedDeltaNet(config, index, place)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place, offset=offset)

@@ -66,9 +66,9 @@ def one_place(decoder: Decoder) -> bool:
 
 
 def _eps(decoder: Decoder) -> str:
-    """The eps that every norm of the live model adds; all of them, where they are not one."""
-    found = sorted({float_bits(part.eps) for part in decoder.modules() if isinstance(part, RMSNorm)})
-    return ", ".join(found)
+    """The eps that every norm of the live model adds; all of them ascending, where they are not one."""
+    found = sorted({part.eps for part in decoder.modules() if isinstance(part, RMSNorm)})
+    return ", ".join(map(float_bits, found))
 
 
 def model_fields(config: DecoderConfig) -> dict[str, Fact]:

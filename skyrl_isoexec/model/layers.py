@@ -45,10 +45,15 @@ class Place:
         return self.cut(0) if self.expert_axis is None else Shard(dim=0, parts=self.expert_axis.size, axis="ep")
 
 
-def parameter(full: tuple[int, ...], shard: Shard, like: Place) -> nn.Parameter:
-    """This rank's part of a parameter of shape `full`, filled with NaN and carrying its `shard`."""
-    data = torch.full(shard.local_shape(full), float("nan"), dtype=like.dtype, device=like.device)
-    made = nn.Parameter(data)
+def parameter(
+    full: tuple[int, ...], shard: Shard, like: Place, *, dtype: torch.dtype | None = None, trained: bool = True
+) -> nn.Parameter:
+    """This rank's part of a parameter of shape `full`, filled with NaN and carrying its `shard`.
+
+    `dtype` is the place's by default. One that is not `trained` gets no gradient.
+    """
+    data = torch.full(shard.local_shape(full), float("nan"), dtype=dtype or like.dtype, device=like.device)
+    made = nn.Parameter(data, requires_grad=trained)
     made.shard = shard
     return made
 

@@ -1,8 +1,9 @@
 """A mixture of experts in the place of the MLP: router, experts, and an expert that every token has.
 
-Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock (transformers 5.8.0). A rank has neighbouring
-experts, an equal number each, and there are two ways to them. There is never a sum over ranks: -0 stays -0, and a
-token's outputs are added in ascending order of experts, whoever computed them.
+Parameters have the names of Hugging Face's Qwen3_5MoeSparseMoeBlock and Glm4MoeLiteMoE (transformers 5.8.0), which name
+the shared expert differently. A rank has neighbouring experts, an equal number each, and there are two ways to them.
+There is never a sum over ranks: -0 stays -0, and a token's outputs are added in ascending order of experts, whoever
+computed them.
 
 - Rows gathered, in an engine: experts are cut over the tensor-parallel axis, whose ranks have the same tokens. Each
   computes the rows of its own experts, and takes each other row from the rank that owns it. The host sees no count, so
@@ -21,6 +22,7 @@ from torch import nn
 
 from skyrl_isoexec.kernels.numeric.router_rule import RouterRule
 from skyrl_isoexec.model.config import DecoderConfig
+from skyrl_isoexec.model.families import lookup
 from skyrl_isoexec.model.layers import ColumnLinear, Place, parameter
 from skyrl_isoexec.model.mlp import MLP
 from skyrl_isoexec.model.shard import Shard
@@ -40,17 +42,25 @@ def router_rule(config: DecoderConfig) -> RouterRule:
 
 
 class MoE(nn.Module):
-    """Router and experts of one layer, without biases; the router is whole on every rank."""
+    """Router and experts of one layer, with linears without biases; the router is whole on every rank.
+
+    The bias of a router chooses, and no weight depends on it: it is fp32 whatever the dtype, and has no gradient.
+    """
 
     def __init__(self, config: DecoderConfig, place: Place) -> None:
         super().__init__()
         hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
         shared = config.shared_expert_intermediate_size
         self.gate = ColumnLinear(hidden, num_experts, False, place, shard=Shard())
+        if config.router_bias:
+            bias = parameter((num_experts,), Shard(), place, dtype=torch.float32, trained=False)
+            self.gate.e_score_correction_bias = bias
         self.experts = nn.Module()
         self.experts.gate_up_proj = parameter((num_experts, 2 * width, hidden), place.cut_experts(), place)
         self.experts.down_proj = parameter((num_experts, hidden, width), place.cut_experts(), place)
-        self.shared_expert = None if shared is None else MLP(hidden, shared, place)
+        self.shared_name = lookup(config.family).shared_expert
+        if shared is not None:
+            self.add_module(self.shared_name, MLP(hidden, shared, place))
         gated = config.shared_expert_gate
         self.shared_expert_gate = ColumnLinear(hidden, 1, False, place, shard=Shard()) if gated else None
         self.rule, self.top_k, self.num_experts, self.place = (
@@ -63,7 +73,7 @@ class MoE(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """y_TH, whole on every rank of the tensor-parallel axis."""
         kernels, axis = self.place.kernels, self.place.axis
-        weights_TK, experts_TK = kernels.route(self.gate(x_TH, torch.float32), self.top_k, self.rule)
+        weights_TK, experts_TK = self.route(self.gate(x_TH, torch.float32))
         shared_TH = self._shared(x_TH)
         if self.place.expert_axis is not None:
             given = (x_TH, weights_TK, experts_TK, shared_TH)
@@ -88,6 +98,11 @@ class MoE(nn.Module):
             y_SH = travel.back(self._rows(travel.out(x_SH), travel.starts_F1))
         return kernels.combine(y_SH, order_S, weights_TK, shared_TH)
 
+    def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp32 weights [T, K], int32 experts [T, K], ascending) of fp32 logits."""
+        bias_E = getattr(self.gate, "e_score_correction_bias", None)
+        return self.place.kernels.route(logits_TE, self.top_k, self.rule, bias_E)
+
     def _own_rows(self, x_SH: torch.Tensor, starts_E1: torch.Tensor) -> torch.Tensor:
         """y_SH of this rank's experts among rows of all; those of others are +0."""
         num_own = self.experts.down_proj.shape[0]
@@ -110,8 +125,9 @@ class MoE(nn.Module):
 
     def _shared(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Output of the expert that every token has, if there is one."""
-        if self.shared_expert is None:
+        shared = getattr(self, self.shared_name, None)
+        if shared is None:
             return None
-        y_TH = self.shared_expert(x_TH)
+        y_TH = shared(x_TH)
         gate = self.shared_expert_gate
         return y_TH if gate is None else self.place.kernels.sigmoid_mul(y_TH, gate(x_TH))

@@ -24,7 +24,9 @@ ROWS = 4096
 
 
 def rotary_dim(config: DecoderConfig) -> int:
-    """Entries of a head that are rotated, its leading ones."""
+    """Entries of a head that are rotated: its leading ones, in latent attention those after the others."""
+    if config.latent:
+        return config.qk_rope_head_dim
     return config.head_dim if config.rotary_dim is None else config.rotary_dim
 
 

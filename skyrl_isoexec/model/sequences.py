@@ -1,7 +1,8 @@
 """Where the earlier rows of each sequence are, which decides how a layer's rows reach them: the one thing that differs
 between a trainer and an engine.
 
-Shapes: T tokens, N query heads, K key/value heads, D head width, C channels, V value heads of this rank.
+Shapes: T tokens, N query heads, K key/value heads, D head width, C channels, V value heads of this rank; L width of
+a latent, Q of it with the rotated part.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ class Sequences(Protocol):
 
     def attend(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """o_TND of a layer, numbered over the whole model: attention over a sequence's rows so far."""
+
+    def attend_latent(self, layer: int, q_TNQ: torch.Tensor, c_TQ: torch.Tensor) -> torch.Tensor:
+        """o_TNL of a layer's latent attention over a sequence's rows so far: c are keys, the first L entries values."""
 
     def recur(self, layer: int, rows: GdnRows) -> torch.Tensor:
         """o_TVD of a layer's gated delta rule over a sequence's rows so far."""
@@ -65,11 +69,15 @@ class Packed:
     def __init__(self, kernels: Kernels, config: DecoderConfig, size: int, cu_seqlens: torch.Tensor) -> None:
         """`size` is that of the tensor-parallel axis; `cu_seqlens` int32, from 0 to T."""
         self.kernels, self.cu_seqlens, self.scale = kernels, cu_seqlens, config.scale
-        self.heads = gdn_heads(config, size)
+        self.latent, self.heads = config.kv_lora_rank, gdn_heads(config, size)
 
     def attend(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """o_TND."""
         return self.kernels.attention(q_TND, k_TKD, v_TKD, self.cu_seqlens, self.scale)
+
+    def attend_latent(self, layer: int, q_TNQ: torch.Tensor, c_TQ: torch.Tensor) -> torch.Tensor:
+        """o_TNL."""
+        return self.kernels.mla(q_TNQ, c_TQ, self.cu_seqlens, self.scale, self.latent)
 
     def recur(self, layer: int, rows: GdnRows) -> torch.Tensor:
         """o_TVD."""

@@ -38,8 +38,16 @@ class LoadReport:
 
 def layout(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name -> full shape of every tensor of a checkpoint of this model, a tied head not repeated."""
-    whole = Decoder(config, None, SingleAxis(), Schedule(), device="meta")
-    return {name: tuple(p.shape) for name, p in whole.named_parameters()}
+    return {name: tuple(p.shape) for name, p in _parameters(config)}
+
+
+def dtypes(config: DecoderConfig) -> dict[str, torch.dtype]:
+    """Name -> dtype, as `layout`: the config's, but for what is fp32 in every model."""
+    return {name: p.dtype for name, p in _parameters(config)}
+
+
+def _parameters(config: DecoderConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return Decoder(config, None, SingleAxis(), Schedule(), device="meta").named_parameters()
 
 
 @torch.no_grad()
@@ -62,7 +70,7 @@ def load(decoder: Decoder, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[
     pieces = Pieces(family, shapes)
 
     for given, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        reason, name = family.reason(given), family.own_name(given)
+        reason, name = family.reason(given, config.num_layers), family.own_name(given)
         if reason is not None:
             ignored[given] = reason
             continue
@@ -152,15 +160,15 @@ def export(decoder: Decoder) -> dict[str, torch.Tensor]:
 def random_tensors(config: DecoderConfig, seed: int, std: float = 0.02) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors of a fresh model, a function of config and seed only: never of the layout that will load them.
 
-    Matrices and convolutions are normal with `std`, vectors as `_start` says; in the config's dtype, on the CPU.
+    Matrices and convolutions are normal with `std`, vectors as `_start` says; in the decoder's dtypes, on the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, config.dtype)
+    kinds = dtypes(config)
     for name, shape in layout(config).items():
         if len(shape) > 1:
-            yield name, torch.randn(shape, generator=generator).mul_(std).to(dtype)
+            yield name, torch.randn(shape, generator=generator).mul_(std).to(kinds[name])
         else:
-            yield name, _start(config, name, shape[0]).to(dtype)
+            yield name, _start(config, name, shape[0]).to(kinds[name])
 
 
 def _start(config: DecoderConfig, name: str, size: int) -> torch.Tensor:

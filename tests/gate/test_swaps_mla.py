@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_isoexec.gate import decoder
 from skyrl_isoexec.gate.run import SCHEDULE
 from skyrl_isoexec.kernels.mla import cpu, gate, reference
 from skyrl_isoexec.kernels.numeric.proof import Proof
+from skyrl_isoexec.model.latent import LatentAttention
+from skyrl_isoexec.model.moe import MoE
 
 
 def copied() -> ModuleType:
@@ -142,3 +145,65 @@ def test_the_gate_holds() -> None:
     assert sum(check.elements for check in proof.checks.values()) > 4 * 10**6
     for label in ("fp32", "bf16"):
         assert all(f"{label} {kind}" in proof.hazards for kind in gate.cases.KINDS)
+
+
+def two_entries_of_a_page() -> tuple[object, str, object]:
+    """The last two entries of the latent, where keys are read from pages."""
+    original = cpu.mla_paged
+
+    def mla_paged(q, cache, table, starts, lengths, scale, latent, out=None, *, schedule):
+        order = exchanged(cache.shape[2], latent - 2, latent - 1)
+        given = q[..., order].contiguous(), cache[..., order].contiguous(), table, starts, lengths, scale, latent
+        return original(*given, schedule=schedule)[..., order[:latent]]
+
+    return cpu, "mla_paged", mla_paged
+
+
+def pairs_put_back() -> tuple[object, str, object]:
+    """The rotated part as neighbours again, where a token is alone in its step: the same products in another order."""
+    original = LatentAttention._rotate
+
+    def rotate(self, x, *given):
+        turned = original(self, x, *given)
+        return turned.unflatten(2, (2, -1)).mT.flatten(2) if len(x) == 1 else turned
+
+    return LatentAttention, "_rotate", rotate
+
+
+def two_products_on_ranks() -> tuple[object, str, object]:
+    """The second and the third product of a head's sum, on ranks with some of the heads."""
+    original = cpu.head_linear
+
+    def head_linear(x, w):
+        order = exchanged(x.shape[2], 1, 2)
+        return original(x[..., order], w[..., order]) if x.shape[1] < 16 else original(x, w)
+
+    return cpu, "head_linear", head_linear
+
+
+def a_bias_that_weighs() -> tuple[object, str, object]:
+    """Weights of what the choice was made by, where a token is alone in its step."""
+    original = MoE.route
+
+    def route(self, logits):
+        weights, experts = original(self, logits)
+        bias = self.gate.e_score_correction_bias[experts.long()]
+        return (weights + bias if len(logits) == 1 else weights), experts
+
+    return MoE, "route", route
+
+
+DECODER_CHANGES = {
+    two_entries_of_a_page: "pairs of cases",
+    pairs_put_back: "pairs of cases",
+    a_bias_that_weighs: "pairs of cases",
+    two_products_on_ranks: "tensor ranks",
+}
+
+
+@pytest.mark.parametrize("change", DECODER_CHANGES, ids=lambda change: change.__name__)
+def test_the_decoder_finds_a_change(change, stopping, difference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of latent attention over pages or ranks, and of what a bias may do."""
+    monkeypatch.setattr(*change())
+    with pytest.raises(difference, match=f"glm4_moe_lite float32: {DECODER_CHANGES[change]}.*elements differ"):
+        decoder.prove("decoder_mla", stopping, "cpu", SCHEDULE)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -34,6 +36,7 @@ HF = {
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
 }
 HYBRID_HF = {
     "num_hidden_layers": 4,
@@ -59,6 +62,36 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
 }
 EXPERTS_HF = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT_HF = {
+    "num_hidden_layers": 3,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+}
+LATENT = {
+    "num_layers": 3,
+    "num_kv_heads": 8,
+    "head_dim": 10,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "rope_interleaved": True,
+    "latent_norm_eps": 1e-5,
+    "intermediate_size": 28,
+    "first_dense_layers": 1,
+    "router_scoring": "sigmoid",
+    "router_bias": True,
+    "router_scale": 1.8,
+    "router_eps": 1e-20,
+    "shared_expert_intermediate_size": 20,
+}
 EXPERTS = {
     "intermediate_size": None,
     "num_experts": 8,
@@ -80,6 +113,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def learned(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors of a checkpoint: parameters, and the biases of routers, which transformers has as buffers."""
+    buffers = ((name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    return [*model.named_parameters(), *buffers]
+
+
 def make_hf(family: str, **fields: object) -> tuple[dict[str, object], torch.nn.Module]:
     """(configuration as on disk, transformers' model) with every parameter random, norms and biases included."""
     config_class, model_class = HF["qwen2" if family == "mimo" else family]
@@ -87,12 +126,13 @@ def make_hf(family: str, **fields: object) -> tuple[dict[str, object], torch.nn.
     sizes |= {"num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 64}
     sizes |= HYBRID_HF if family.startswith("qwen3_5") else {}
     sizes |= EXPERTS_HF if family.endswith("_moe") else {}
-    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if family.endswith("_moe") else {})
+    sizes |= LATENT_HF if family == "glm4_moe_lite" else {}
+    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if "_moe" in family else {})
     hf_config = config_class(**(sizes | fields), **eager, pad_token_id=None)
     torch.manual_seed(11)
     model = model_class(hf_config).float().eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in learned(model):
             p.normal_(std=0.2)
             if name.endswith("A_log"):
                 p.add_(torch.linspace(-5.0, 0.0, len(p)))  # from almost no decay to a strong one
@@ -108,7 +148,7 @@ def make_hf(family: str, **fields: object) -> tuple[dict[str, object], torch.nn.
 
 def hf_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """State of transformers' model under checkpoint names, a tied head not repeated."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in learned(model)}
 
 
 def pack(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -152,24 +192,25 @@ def loss_of(logits: torch.Tensor, sequences: list[list[int]] = SEQUENCES) -> tor
 def toy(family: str = "qwen3", **changes: object) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
     """(config, full tensors) of a model that 4 leaves and tensor-parallel size 4 cut evenly."""
     bias = family in ("qwen2", "mimo")
-    hybrid, experts = family.startswith("qwen3_5"), family.endswith("_moe")
-    config = DecoderConfig(
-        family=family,
-        vocab_size=36,
-        hidden_size=40,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=6,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position=64,
-        qkv_bias=bias,
-        qk_norm=family.startswith("qwen3"),
+    hybrid, experts, latent = family.startswith("qwen3_5"), "_moe" in family, family == "glm4_moe_lite"
+    fields = {
+        "vocab_size": 36,
+        "hidden_size": 40,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position": 64,
+        "qkv_bias": bias,
+        "qk_norm": family.startswith("qwen3"),
         **(EXPERTS if experts else {"intermediate_size": 28}),
         **(HYBRID if hybrid else {}),
         **(SHARED if hybrid and experts else {}),
-    )
+        **(LATENT if latent else {}),
+    }
+    config = DecoderConfig(family=family, **fields)
     config = dataclasses.replace(config, **changes)
     tensors = dict(checkpoint.random_tensors(config, 5, std=0.2))
     generator = torch.Generator().manual_seed(6)
@@ -190,5 +231,5 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.fixture(scope="session")
 def m() -> SimpleNamespace:
     """What the tests of this folder share."""
-    shared = (make_hf, hf_tensors, pack, build, forward, loss_of, toy, assert_same_bits)
+    shared = (make_hf, hf_tensors, learned, pack, build, forward, loss_of, toy, assert_same_bits)
     return SimpleNamespace(SEQUENCES=SEQUENCES, LONG=LONG, from_hf=families.from_hf, **{f.__name__: f for f in shared})

@@ -152,7 +152,7 @@ def test_tensors_left_out_by_rule_are_reported(m) -> None:
     ):
         config, tensors = m.toy(family)
         report = checkpoint.load(m.build(config, tensors), tensors | {name: torch.ones(3)})
-        assert report.ignored == {name: families.lookup(family).reason(name)}
+        assert report.ignored == {name: families.lookup(family).reason(name, config.num_layers)}
         assert set(report.loaded) == set(tensors) and not report.elsewhere and not report.rounded
 
 

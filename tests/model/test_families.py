@@ -208,7 +208,16 @@ def test_detection() -> None:
     assert detect({"model_type": "llama"}).name == "llama"
     assert detect({"architectures": ["MiMoForCausalLM"]}).name == "mimo"
     assert detect({"architectures": ["IsoExecForCausalLM"], "model_type": "qwen2"}).name == "qwen2"
-    assert sorted(families.FAMILIES) == ["llama", "mimo", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"]
+    assert sorted(families.FAMILIES) == [
+        "glm4_moe_lite",
+        "llama",
+        "mimo",
+        "qwen2",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_moe",
+    ]
     for kind in ("qwen3_5", "qwen3_5_text"):
         assert detect({"model_type": kind}).name == "qwen3_5"
     for unknown in ({}, {"architectures": ["IsoExecForCausalLM"]}, {"architectures": ["A"], "model_type": "qwen2"}):

@@ -293,6 +293,6 @@ def test_names() -> None:
     family = lookup("qwen3_5")
     assert family.own_name("model.language_model.norm.weight") == family.own_name("model.norm.weight")
     assert family.own_name("lm_head.weight") == "lm_head.weight"
-    assert family.reason("mtp.fc.weight") and family.reason("model.visual.pos_embed.weight")
-    assert family.reason("model.layers.0.mlp.up_proj.weight") is None
+    assert family.reason("mtp.fc.weight", 2) and family.reason("model.visual.pos_embed.weight", 2)
+    assert family.reason("model.layers.0.mlp.up_proj.weight", 2) is None
     assert AutoConfig.for_model("qwen3_5_text").model_type in family.model_types

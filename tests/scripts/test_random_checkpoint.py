@@ -21,6 +21,17 @@ SMALL = {
 }
 
 
+LATENT = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=240)
 
@@ -37,6 +48,20 @@ def test_a_small_hybrid(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, stored[name]), name
     assert len(AutoTokenizer.from_pretrained(str(out))) == 16
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    changes = [part for key, value in LATENT.items() for part in ("--set", f"{key}={value}")]
+    done = run("Glm4MoeLiteConfig", "--layers", "2", "--out", str(out), *changes)
+    assert done.returncode == 0, done.stderr
+    config = from_hf(read_config(out))
+    assert (config.first_dense_layers, config.kv_lora_rank, config.router_bias) == (1, 512, True)
+    model = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.bfloat16)
+    stored = dict(iter_tensors(out))
+    assert stored.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stored[name]) and tensor.dtype == stored[name].dtype, name
 
 
 def test_what_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{key}={folder}: {CONFIG}: {error}; mend the file, or give another checkpoint") from error
     expected = layout(config)
-    found, problems, begun = _whole(folder, lookup(config.family), expected)
+    found, problems, begun = _whole(folder, lookup(config.family), config.num_layers, expected)
     for name, shape in expected.items():
         if name in begun:
             problems.append(f"tensor {begun[name]} is missing")
@@ -82,13 +82,13 @@ def checkpoint(folder: Path, *, dtype: str, key: str = "model.path") -> DecoderC
 
 
 def _whole(
-    folder: Path, family: Family, expected: Mapping[str, tuple[int, ...]]
+    folder: Path, family: Family, num_layers: int, expected: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], list[str], dict[str, str]]:
     """(shapes of whole tensors, problems with those of single experts, whole tensor -> what is missing of it)."""
     found: dict[str, tuple[int, ...]] = {}
     pieces = Pieces(family, expected)
     for given, shape in _shapes(folder).items():
-        if family.reason(given) is not None:
+        if family.reason(given, num_layers) is not None:
             continue
         added = pieces.add(family.own_name(given), torch.empty(shape, device="meta"))
         if added is not None and added[0] in found:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from skyrl_isoexec.model.config import DecoderConfig
-from skyrl_isoexec.model.families import llama, mimo, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from skyrl_isoexec.model.families import glm4_moe_lite, llama, mimo, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from skyrl_isoexec.model.families.base import Family, Unsupported
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (qwen3, llama, qwen2, mimo, qwen3_5, qwen3_moe, qwen3_5_moe)
+    module.FAMILY.name: module.FAMILY
+    for module in (qwen3, llama, qwen2, mimo, qwen3_5, qwen3_moe, qwen3_5_moe, glm4_moe_lite)
 }
 OWN_ARCHITECTURES = ("IsoExecForCausalLM", "IsoExecHybridForCausalLM")
 """Names under which an engine is asked for this model; they say nothing about the family."""

@@ -52,10 +52,13 @@ class Family:
     to_hf: Callable[[Mapping[str, object]], Mapping[str, object]] = dict
     """hf_config -> the configuration of a checkpoint that holds the decoder's tensors alone, under its names."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensors that are left out on purpose: pattern of the whole name (regular expression) -> reason."""
+    """Checkpoint tensors that are left out on purpose: pattern of the whole name (regular expression) -> reason. In a
+    pattern, <num_layers> stands for the number of the decoder's layers."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors under other names than the decoder's: pattern of the whole name -> template of its own."""
 
+    shared_expert: str = "shared_expert"
+    """Name of the expert that every token has, below `mlp`."""
     pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensors [E, N, K] of all experts that a checkpoint may have as matrices of each: pattern of the whole name ->
     templates of the matrices that an expert's rows are, in order, with {expert} for its number."""
@@ -69,9 +72,10 @@ class Family:
         names = [match.expand(template) for template in templates]
         return [tuple(each.format(expert=expert) for each in names) for expert in range(num_experts)]
 
-    def reason(self, name: str) -> str | None:
-        """Why a checkpoint's tensor is left out; None for one that is not."""
-        return next((why for pattern, why in self.ignored.items() if re.fullmatch(pattern, name)), None)
+    def reason(self, name: str, num_layers: int) -> str | None:
+        """Why a checkpoint's tensor is left out, of a decoder of so many layers; None for one that is not."""
+        patterns = ((pattern.replace("<num_layers>", str(num_layers)), why) for pattern, why in self.ignored.items())
+        return next((why for pattern, why in patterns if re.fullmatch(pattern, name)), None)
 
     def own_name(self, name: str) -> str:
         """The decoder's name of a checkpoint's tensor."""

@@ -22,13 +22,16 @@ from ...schedule.schedule import Schedule
 from .adapter import MegatronDecoder
 from .axes import expert_parallel_axis, tensor_parallel_axis
 from .native import NativeModel
+from .router import check_router
 
 
 def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerConfig:
     """Megatron's description of the decoder for this process's groups. Keyword arguments override its fields.
 
-    ValueError for sequence or context parallelism, which this model has no proven layout for.
+    ValueError for sequence or context parallelism, which this model has no proven layout for, and for what a router is
+    asked and does not compute.
     """
+    check_router(model, overrides)
     dtype = getattr(torch, model.dtype)
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ...model.checkpoint import iter_export, layout
+from ...model import checkpoint
 from .adapter import MegatronDecoder
 from .native import NativeModel
 
@@ -25,22 +26,36 @@ def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     model = unwrap(module)
     if isinstance(model, NativeModel):
         return {name: tuple(tensor.shape) for name, tensor in model.export().items()}
-    return layout(model.stage.config)
+    return checkpoint.layout(model.stage.config)
+
+
+def dtypes(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+    """Name -> type of what `export` yields with the same dtype: it, but for what is fp32 in a model of any dtype."""
+    model = unwrap(module)
+    if isinstance(model, NativeModel):
+        learned = {name for name, _ in model.model.named_parameters()}
+        found = {name: tensor.dtype for name, tensor in model.export().items()}
+        return {name: dtype if dtype is not None and name in learned else kind for name, kind in found.items()}
+    config = model.stage.config
+    if dtype is not None:
+        config = replace(config, dtype=str(dtype).removeprefix("torch."))
+    return checkpoint.dtypes(config)
 
 
 def export(module: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of the whole model on every rank, in the order of `shapes`, cast to dtype if it is given.
+    """(name, full tensor) of the whole model on every rank, in the order of `shapes`, cast as `dtypes` says.
 
     Stages take turns: the owner gathers over its tensor-parallel axis and broadcasts over the pipeline.
     """
     model = unwrap(module)
-    own = dict(iter_export(model.stage)) if isinstance(model, MegatronDecoder) else model.export()
+    own = dict(checkpoint.iter_export(model.stage)) if isinstance(model, MegatronDecoder) else model.export()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    kept, sent = dtypes(module), dtypes(module, dtype)
     for name, shape in shapes(module).items():
         tensor = own.get(name)
         if stages > 1:
-            tensor = _from_owner(tensor, shape, model.config.params_dtype)
-        yield name, tensor if dtype is None else tensor.to(dtype)
+            tensor = _from_owner(tensor, shape, kept[name])
+        yield name, tensor.to(sent[name])
 
 
 def _from_owner(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -70,7 +70,7 @@ class WeightLoader:
         if not self.received:
             self.held_back = any(getattr(*home).is_meta for homes in self.homes.values() for home in homes)
         for given, tensor in tensors:
-            if self.family.reason(given) is not None:
+            if self.family.reason(given, self.decoder.config.num_layers) is not None:
                 continue
             name = self.family.own_name(given)
             added = self.pieces.add(name, tensor)

@@ -43,8 +43,28 @@ MOE = DENSE | {
     "moe_intermediate_size": 20,
     "norm_topk_prob": True,
 }
-MODELS = {"dense": DENSE, "hybrid": HYBRID, "moe": MOE}
-"""Configurations; the stages of a hybrid at pp2 are two delta rules, and one with an attention."""
+LATENT = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+}
+MODELS = {"dense": DENSE, "hybrid": HYBRID, "latent": LATENT, "moe": MOE}
+"""Configurations. The stages at pp2 are, of a hybrid, two delta rules, and one with an attention; of the latent one, a
+dense layer, and one with experts."""
 LAYOUTS = {
     "single": (1, 1, 1, 1),
     "tp2": (2, 1, 1, 2),
@@ -73,9 +93,12 @@ CASES = [
     "moe-tp2-float32",
     "moe-ep2-bfloat16",
     "moe-tp2ep2-float32",
+    "latent-tp2-bfloat16",
+    "latent-pp2-float32",
 ]
 RESHARDS = {
     "hybrid-reshard-float32": ((2, 1), (1, 1), (4, 1)),
+    "latent-reshard-float32": ((2, 1), (1, 1), (4, 1)),
     "moe-redeal-float32": ((1, 2), (1, 1), (2, 4)),
 }
 """Case -> tensor- and expert-parallel sizes: of those who save, then of those who load."""

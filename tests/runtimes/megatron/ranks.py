@@ -92,7 +92,11 @@ class Trainer:
     def gradients(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of the tokens within RAGGED, by name."""
         self.run([ids], train=True, lengths=RAGGED, step=False)
-        return {name: p.main_grad.clone() for name, p in self.model.module.stage.named_parameters()}
+        return {name: p.main_grad.clone() for name, p in self.trained()}
+
+    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters with a gradient: all but the bias of a router."""
+        return ((name, p) for name, p in self.model.module.stage.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
     def reduced(self, micro: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,7 +150,7 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     from megatron.core import parallel_state
 
     from skyrl_isoexec.runtimes.megatron.facts import probe
-    from skyrl_isoexec.runtimes.megatron.weights import export, shapes
+    from skyrl_isoexec.runtimes.megatron.weights import dtypes, export, shapes
 
     micro = batches()
     mine = micro[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
@@ -171,6 +175,8 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     if "moe" in output.name:
         twice = [Trainer(checkpoint, dtype, use_distributed_optimizer=False).reduced(mine) for _ in range(2)]
         result["reduced"] = twice
+    result["sent"] = {name: tensor.dtype for name, tensor in export(trainer.model, torch.bfloat16)}
+    result["announced"] = dtypes(trainer.model, torch.bfloat16)
     return result
 
 
