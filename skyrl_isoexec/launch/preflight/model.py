@@ -159,6 +159,11 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
     if launch.exec.name == "native":
         _native(config, launch)
         return
+    if config.num_layers // pp <= config.first_dense_layers:
+        raise Refusal(
+            f"topology.trainer.pp={pp} makes stages of {config.num_layers // pp} layers, and the model's first "
+            f"{config.first_dense_layers} layers have no experts; choose a smaller degree"
+        )
     ep = launch.topology.trainer.ep
     try:
         check_partition(config, num_leaves=1, tp=1, ep=ep)

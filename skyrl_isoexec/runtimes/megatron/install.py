@@ -68,13 +68,21 @@ def transformer_config(model: DecoderConfig, **overrides: Any) -> TransformerCon
     return TransformerConfig(**fields)
 
 
-def stage_layers(num_layers: int) -> range:
-    """Layers of this pipeline stage; ValueError if the stages cannot be equal."""
+def stage_layers(num_layers: int, first_dense_layers: int = 0) -> range:
+    """Layers of this pipeline stage; ValueError if the stages cannot be equal, or one of them would be dense alone.
+
+    Megatron keeps experts' states in an optimizer of their own, and resumes a run if every stage has one.
+    """
     size = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
     if num_layers % size:
         raise ValueError(f"num_layers = {num_layers} is not divisible by pipeline-parallel size {size}")
     per_stage = num_layers // size
+    if per_stage <= first_dense_layers:
+        raise ValueError(
+            f"pipeline-parallel size {size} makes stages of {per_stage} layers, and the first {first_dense_layers} layers "
+            "have no experts; choose a smaller size"
+        )
     return range(rank * per_stage, (rank + 1) * per_stage)
 
 
@@ -96,7 +104,7 @@ def build(
     model = from_hf(read_config(checkpoint), dtype=dtype)
     config = transformer_config(model, **config_overrides)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    layers = stage_layers(model.num_layers)
+    layers = stage_layers(model.num_layers, model.first_dense_layers)
     decoder = Decoder(
         model,
         load_kernels(implementations, schedule),

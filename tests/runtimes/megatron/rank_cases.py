@@ -46,6 +46,7 @@ MOE = DENSE | {
 LATENT = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
@@ -64,7 +65,7 @@ LATENT = {name: value for name, value in DENSE.items() if name != "head_dim"} | 
 }
 MODELS = {"dense": DENSE, "hybrid": HYBRID, "latent": LATENT, "moe": MOE}
 """Configurations. The stages at pp2 are, of a hybrid, two delta rules, and one with an attention; of the latent one, a
-dense layer, and one with experts."""
+dense layer and one with experts, and two with experts."""
 LAYOUTS = {
     "single": (1, 1, 1, 1),
     "tp2": (2, 1, 1, 2),
