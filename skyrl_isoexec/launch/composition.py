@@ -42,9 +42,8 @@ from .cluster import WATCHED, computing
 from .config import LaunchConfig
 
 OPS = {
-    "attention": ("attn.core",),
     "embedding": ("embed",),
-    "linear": ("attn.k_proj", "attn.q_proj", "attn.v_proj", "lm_head"),
+    "linear": ("lm_head",),
     "logprob": ("logprob",),
     "rmsnorm": ("attn.norm", "attn.residual", "final_norm", "mlp.norm"),
     "rope": ("attn.rope",),
@@ -55,6 +54,15 @@ OPS = {
 it."""
 OWN_OPS = ("mlp.residual",)
 """What the model adds itself, admitted by the gate of its kind of decoder."""
+ATTENTION = {"attention": ("attn.core",), "linear": ("attn.k_proj", "attn.q_proj", "attn.v_proj")}
+LATENT = {
+    "linear": ("attn.kv_a_proj",),
+    "mla": ("attn.core", "attn.kv_b_proj"),
+    "rmsnorm": ("attn.kv_a_norm",),
+}
+QUERY = {"linear": ("attn.q_proj",)}
+LATENT_QUERY = {"linear": ("attn.q_a_proj", "attn.q_b_proj"), "rmsnorm": ("attn.q_a_norm",)}
+"""Of latent attention, beside it: queries by one projection, or by way of a latent of their own."""
 DENSE = {
     "linear": ("mlp.gate_proj", "mlp.up_proj"),
     "row_linear": ("mlp.down_proj",),
@@ -117,6 +125,9 @@ DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
     """Region -> sorted logical ops of this model; `gdn` is the region of its gated delta rules, if it has any."""
     added = (
+        (not config.latent, ATTENTION),
+        (config.latent, LATENT),
+        (config.latent, QUERY if config.q_lora_rank is None else LATENT_QUERY),
         (config.has_dense_mlp, DENSE),
         (config.qk_norm, QK_NORMS),
         (config.attention_gate, ATTENTION_GATE),
@@ -134,8 +145,10 @@ def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
 
 def constants(schedule: Schedule, temperature: float) -> dict[str, dict[str, str | int | bool]]:
     """Region -> the numbers that decide its bits."""
+    softmax = {"kv_block": schedule.kv_block, "kv_partition": schedule.kv_partition}
     return {
-        "attention": {"kv_block": schedule.kv_block, "kv_partition": schedule.kv_partition},
+        "attention": softmax,
+        "mla": softmax,
         **{region: {"gdn_chunk": schedule.gdn_chunk} for region in GDN.values()},
         "logprob": {"num_leaves": schedule.num_leaves, "temperature": float_bits(float(temperature))},
         "row_linear": {"num_leaves": schedule.num_leaves},
@@ -164,7 +177,7 @@ def topology(schedule: Schedule, records: Mapping[str, str], whole: str) -> tupl
             "lower it"
         )
     decoder = records[whole]
-    parallel = ("combine", "embedding", "experts", *GDN.values(), "linear", "logprob", "router", "row_linear")
+    parallel = ("combine", "embedding", "experts", *GDN.values(), "linear", "logprob", "mla", "router", "row_linear")
     cut = tuple(records[region] for region in parallel if region in records)
     degrees = tuple(degree for degree in TENSOR_DEGREES if degree <= schedule.num_leaves)
     return (

@@ -35,7 +35,7 @@ class ExecConfig:
 class ShapeConfig:
     """The shape of a tiny model that is built here, in the words of its Hugging Face configuration."""
 
-    family: Literal["qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text"]
+    family: Literal["qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm4_moe_lite"]
     """Hugging Face `model_type`."""
     hidden_size: int
     """Width of the residual stream."""
@@ -47,8 +47,8 @@ class ShapeConfig:
     """Query heads."""
     num_kv_heads: int
     """Key and value heads; divides `num_heads`."""
-    head_dim: int
-    """Width of one head; even, for rotary embeddings."""
+    head_dim: int | None
+    """Width of one head; even, for rotary embeddings. Null where a family has several, which `more` says."""
     max_position: int
     """Longest sequence in tokens."""
     rope_theta: float
@@ -63,15 +63,14 @@ class ShapeConfig:
     def fields(self, vocab_size: int) -> dict[str, Any]:
         """The Hugging Face configuration of the model. ValueError for a field that `more` has a second time."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
-        dense = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        own = dense | {
+        optional = {"intermediate_size": self.intermediate_size, "head_dim": self.head_dim}
+        own = {name: width for name, width in optional.items() if width is not None} | {
             "model_type": self.family,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "max_position_embeddings": self.max_position,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tied_head,
@@ -81,14 +80,14 @@ class ShapeConfig:
         return own | self.more | {"rope_parameters": rope | self.more.get("rope_parameters", {})}
 
     def __post_init__(self) -> None:
-        inner = 1 if self.intermediate_size is None else self.intermediate_size
-        sizes = (self.hidden_size, inner, self.num_layers, self.num_heads, self.num_kv_heads)
-        _require(min(*sizes, self.head_dim, self.max_position) > 0, "model.shape: every size has to be positive")
+        sizes = (self.hidden_size, self.num_layers, self.num_heads, self.num_kv_heads, self.max_position)
+        widths = (width for width in (self.intermediate_size, self.head_dim) if width is not None)
+        _require(min(*sizes, *widths) > 0, "model.shape: every size has to be positive")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"model.shape.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
-        _require(self.head_dim % 2 == 0, f"model.shape.head_dim {self.head_dim} is odd")
+        _require(self.head_dim is None or self.head_dim % 2 == 0, f"model.shape.head_dim {self.head_dim} is odd")
         for name in ("rope_theta", "rms_norm_eps"):
             _require(getattr(self, name) > 0, f"model.shape.{name} {getattr(self, name)} is not positive")
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from ..contract import Contract, differences, digest
+from ..contract import Contract, differences, digest, from_bits
 from ..kernels.bundle import MAIN
+from ..model.facts import eps_fact
 from ..runtimes.vllm.settings import ARCHITECTURE, CACHE_MODE, HYBRID_ARCHITECTURE
 
 Role = Literal["trainer", "engine"]
@@ -52,7 +53,7 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
         "contract.numerical_policy": identity.numerical_policy,
         "model.class": TRAINER_CLASS if role == "trainer" else engine_class,
         "model.one_place": True,
-        "constant.eps": contract.model.fields["rms_norm_eps"],
+        "constant.eps": _eps(contract),
         "numeric.flush_subnormals": False,
         "numeric.rounding": "nearest",
         "numeric.threads": deployment["threads"],
@@ -84,6 +85,11 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
         if role == "engine":
             facts.update({f"engine.{name}": deployment["engine"][name] for name in GRAPH_OPTIONS})
     return facts
+
+
+def _eps(contract: Contract) -> str:
+    found = (contract.model.fields[name] for name in ("rms_norm_eps", "latent_norm_eps"))
+    return eps_fact(from_bits(bits) for bits in found if bits is not None)
 
 
 def _kernels(contract: Contract, role: Role) -> dict[str, Fact]:

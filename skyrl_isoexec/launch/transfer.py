@@ -18,7 +18,7 @@ from skyrl.backends.skyrl_train.weight_sync import (
     WeightTransferSender,
 )
 
-from ..runtimes.megatron.weights import export, shapes
+from ..runtimes.megatron.weights import dtypes, export, shapes
 from ..runtimes.vllm.transfer import GlooTransfer
 from .sync import SyncProof
 
@@ -38,19 +38,19 @@ class Extractor(WeightExtractor):
 
     def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list]:
         """Names, dtype names and shapes of what `extract_weights` yields, in its order."""
-        found = shapes(self._module)
+        found, kinds = shapes(self._module), dtypes(self._module, dtype)
         return {
             "names": list(found),
-            "dtype_names": [str(dtype).removeprefix("torch.")] * len(found),
+            "dtype_names": [str(kinds[name]).removeprefix("torch.") for name in found],
             "shapes": [list(shape) for shape in found.values()],
         }
 
     def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:
-        """The tensors, cast to the engine's dtype."""
+        """The tensors, cast to the engine's dtype, but for what is fp32 in a model of any dtype."""
         for chunk in chunked(export(self._module, dtype), self._chunk_bytes):
             names, tensors = zip(*chunk, strict=True)
-            shapes = [list(tensor.shape) for tensor in tensors]
-            yield WeightChunk(names=list(names), dtypes=[str(dtype)] * len(names), shapes=shapes, tensors=list(tensors))
+            shapes, kinds = [list(tensor.shape) for tensor in tensors], [str(tensor.dtype) for tensor in tensors]
+            yield WeightChunk(names=list(names), dtypes=kinds, shapes=shapes, tensors=list(tensors))
 
 
 def chunked(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

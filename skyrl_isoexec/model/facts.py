@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]
         "model.one_place": one_place(decoder),
         **bound(decoder.kernels),
         **constants(decoder.kernels),
-        "constant.eps": _eps(decoder),
+        "constant.eps": eps_fact(part.eps for part in decoder.modules() if isinstance(part, RMSNorm)),
         **numeric(),
         **{f"version.{name}": version(name) for name in contract.versions},
         **{f"source.{name}": digest_ for name, digest_ in source_digests().items()},
@@ -65,10 +66,13 @@ def one_place(decoder: Decoder) -> bool:
     )
 
 
-def _eps(decoder: Decoder) -> str:
-    """The eps that every norm of the live model adds; all of them ascending, where they are not one."""
-    found = sorted({part.eps for part in decoder.modules() if isinstance(part, RMSNorm)})
-    return ", ".join(map(float_bits, found))
+def eps_fact(values: Iterable[float]) -> str:
+    """Bits of what some norms add, where it is one number; else how many numbers there are, then all ascending.
+
+    A text that begins as bits has to be those of one float.
+    """
+    found = [float_bits(value) for value in sorted(set(values))]
+    return found[0] if len(found) == 1 else f"{len(found)}: {', '.join(found)}"
 
 
 def model_fields(config: DecoderConfig) -> dict[str, Fact]:

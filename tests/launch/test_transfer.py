@@ -10,7 +10,7 @@ from skyrl.backends.skyrl_train.weight_sync import WeightChunk
 
 from skyrl_isoexec.launch import sync, transfer
 from skyrl_isoexec.launch.sync import SyncRefused, tensor_digest
-from skyrl_isoexec.launch.transfer import ProvenSender, chunked, proven
+from skyrl_isoexec.launch.transfer import Extractor, ProvenSender, chunked, proven
 
 TENSORS = [(name, torch.ones(4)) for name in ("a.weight", "a.bias", "b.weight", "c.weight")]
 
@@ -22,6 +22,19 @@ def test_modules_are_not_torn_apart(limit: int, sizes: list[int]) -> None:
     chunks = list(chunked(TENSORS, limit))
     assert [len(chunk) for chunk in chunks] == sizes
     assert [pair for chunk in chunks for pair in chunk] == TENSORS
+
+
+def test_every_tensor_is_announced_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's bias is float32 beside bfloat16."""
+    tensors = {"gate.weight": torch.ones(2, 3).bfloat16(), "gate.bias": torch.ones(2)}
+    monkeypatch.setattr(transfer, "shapes", lambda module: {name: tuple(t.shape) for name, t in tensors.items()})
+    monkeypatch.setattr(transfer, "dtypes", lambda module, dtype: {name: t.dtype for name, t in tensors.items()})
+    monkeypatch.setattr(transfer, "export", lambda module, dtype: iter(tensors.items()))
+    extractor = Extractor(torch.nn.Module(), chunk_bytes=100)
+    announced = extractor.get_weight_metadata(torch.bfloat16)
+    assert announced == {"names": [*tensors], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [2]]}
+    (chunk,) = extractor.extract_weights(torch.bfloat16)
+    assert chunk.dtypes == ["torch.bfloat16", "torch.float32"] and chunk.tensors == list(tensors.values())
 
 
 class Engine:

@@ -185,6 +185,12 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
 
 
 def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
+    if config.latent:
+        raise Refusal(
+            f"exec=native with a model of family {config.family}: vLLM's own class takes every expert's matrices alone, "
+            "and transformers' gives those of all experts in one tensor, so the trainer's weights would not load; nor "
+            "has vLLM latent attention on a CPU; choose exec=isoexec, or another model"
+        )
     tp, heads, kv_heads = launch.topology.engine.tp, config.num_heads, config.num_kv_heads
     inner = config.intermediate_size or config.moe_intermediate_size
     if heads % tp or (kv_heads % tp and tp % kv_heads) or inner % tp:
@@ -200,6 +206,17 @@ def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
         raise Refusal(
             f"the model's head_dim = {config.head_dim} with exec=native: vLLM's attention on a CPU takes "
             f"{', '.join(map(str, NATIVE_HEAD_DIMS))}; choose another model"
+        )
+
+
+def transport(config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse to send tensors of several types by CUDA IPC: SkyRL's sender casts all to one."""
+    by_ipc = launch.runtime.transport == "device" and launch.topology.colocate
+    if by_ipc and config.router_bias and config.dtype != "float32":
+        raise Refusal(
+            f"runtime.transport=device with topology.colocate=true and model.dtype={config.dtype}: the model's router "
+            "has a bias in float32, and CUDA IPC would send it rounded; set runtime.transport=gloo, or "
+            "topology.colocate=false"
         )
 
 

@@ -29,6 +29,8 @@ IGNORED = -100
 """Label of the positions that are not learnt: the problem itself, and padding."""
 SHORT_CHUNK = 16
 """Rows of a chunk of transformers' gated delta rule, in place of 64."""
+ROUTER_BIAS = 0.05
+"""Largest bias of a router's choice; no gradient reaches it, so it stays as it is made here."""
 
 Progress = Callable[[str], None]
 
@@ -70,6 +72,9 @@ def build_model(shape: ShapeConfig) -> PreTrainedModel:
     for module in model.modules():
         if hasattr(module, "chunk_gated_delta_rule"):  # its loop over the rows of a chunk is what takes the time
             module.chunk_gated_delta_rule = partial(module.chunk_gated_delta_rule, chunk_size=SHORT_CHUNK)
+        if hasattr(module, "e_score_correction_bias"):
+            bias = module.e_score_correction_bias
+            bias.copy_(torch.linspace(-ROUTER_BIAS, ROUTER_BIAS, len(bias)))
     return model
 
 

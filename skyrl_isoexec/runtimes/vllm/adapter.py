@@ -26,6 +26,7 @@ from skyrl_isoexec.runtimes.vllm.attention import PagedBackend, PagedMetadata, b
 from skyrl_isoexec.runtimes.vllm.axes import tensor_axis
 from skyrl_isoexec.runtimes.vllm.checks import check_contract, check_engine, check_pages, read_model_config
 from skyrl_isoexec.runtimes.vllm.install import install_log_softmax, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.latent import LatentBackend, LatentPages
 from skyrl_isoexec.runtimes.vllm.pages import state_kernels, state_shapes
 from skyrl_isoexec.runtimes.vllm.recurrence import Recurrence
 from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
@@ -59,7 +60,8 @@ class IsoExecForCausalLM(Decoder):
         self.restore_table()
         self.settings, self.loader, self.steps = settings, WeightLoader(self), Steps(kernels, self._check_ready)
         install_log_softmax(kernels.logprobs)
-        backend = bind(kernels, settings.schedule.kv_block, self.steps.begin)
+        paged = LatentBackend if config.latent else PagedBackend
+        backend = bind(kernels, settings.schedule.kv_block, self.steps.begin, paged)
         self.last_attention = max(index for index in range(config.num_layers) if config.attends(index))
         self.pages = nn.ModuleList(
             self._attention(index, backend, vllm_config)
@@ -69,22 +71,28 @@ class IsoExecForCausalLM(Decoder):
         )
 
     def _attention(self, index: int, backend: type[PagedBackend], vllm_config: VllmConfig) -> Attention:
-        config, size = self.config, self.axis.size
+        config, size, prefix = self.config, self.axis.size, f"model.layers.{index}.self_attn.attn"
+        finish = self.loader.finish if index == self.last_attention else None
+        implementation = {"attn_backend": backend, "kernels": self.kernels, "after_loading": finish}
+        if config.latent:
+            return LatentPages(config, size, vllm_config, prefix, **implementation)
         return Attention(
             config.num_heads // size,
             config.head_dim,
             config.scale,
             num_kv_heads=config.num_kv_heads // size,
             cache_config=vllm_config.cache_config,
-            prefix=f"model.layers.{index}.self_attn.attn",
-            attn_backend=backend,
-            kernels=self.kernels,
-            after_loading=self.loader.finish if index == self.last_attention else None,
+            prefix=prefix,
+            **implementation,
         )
 
     def attend(self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """Attention of one layer over vLLM's pages, [T, N * D]."""
         return self.pages[layer](q_TND, k_TKD, v_TKD)
+
+    def attend_latent(self, layer: int, q_TNQ: torch.Tensor, c_TQ: torch.Tensor) -> torch.Tensor:
+        """Latent attention of one layer over vLLM's pages, o_TNL."""
+        return self.pages[layer](q_TNQ, c_TQ)
 
     def recur(self, layer: int, rows: GdnRows) -> torch.Tensor:
         """The gated delta rule of one layer over vLLM's pages, o_TVD."""

@@ -187,6 +187,10 @@ class PagedBackend(AttentionBackend):
         """The kernels' shape of one layer's cache, pages first."""
         if cls.kernels is None:
             raise RuntimeError("the CUSTOM attention backend belongs to IsoExecForCausalLM and serves no other model")
+        return cls._cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def _cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return cls.kernels.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
@@ -195,8 +199,13 @@ class PagedBackend(AttentionBackend):
         return True
 
 
-def bind(kernels: Kernels, page_multiple: int, begin: Callable[[str], None] | None = None) -> type[PagedBackend]:
-    """The backend over these kernels; pages are multiples of `page_multiple` positions. `begin` is the builder's."""
+def bind(
+    kernels: Kernels,
+    page_multiple: int,
+    begin: Callable[[str], None] | None = None,
+    backend: type[PagedBackend] = PagedBackend,
+) -> type[PagedBackend]:
+    """`backend` over these kernels; pages are multiples of `page_multiple` positions. `begin` is the builder's."""
     builder = type("PagedBuilder", (PagedBuilder,), {"begin": None if begin is None else staticmethod(begin)})
     bound = {"kernels": kernels, "page_multiple": page_multiple, "builder": builder}
-    return type("PagedBackend", (PagedBackend,), bound)
+    return type(backend.__name__, (backend,), bound)

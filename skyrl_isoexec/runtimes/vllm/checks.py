@@ -61,7 +61,7 @@ def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: Engin
             f"at most max_position_embeddings = {config.max_position}",
         ),
     )
-    _apply(*rules, *_graph_rules(vllm_config))
+    _apply(*rules, *_graph_rules(vllm_config), *_latent_rules(vllm_config))
 
 
 Rule = tuple[str, object, bool, str]
@@ -143,6 +143,14 @@ def _graph_rules(vllm_config: VllmConfig) -> tuple[Rule, ...]:
         ),
         ("enable_dbo", ubatching, not ubatching, "off"),
     )
+
+
+def _latent_rules(vllm_config: VllmConfig) -> tuple[Rule, ...]:
+    """Rules of an engine on a CPU, where vLLM cuts no prompt of a model that it would compute with latents itself."""
+    if vllm_config.device_config.device_type != "cpu":
+        return ()
+    own = vllm_config.model_config.use_mla
+    return (("VLLM_MLA_DISABLE", "0" if own else "1", not own, "1: vLLM turns chunked prefill off with latents"),)
 
 
 def check_contract(vllm_config: VllmConfig, config: DecoderConfig, contract: Contract) -> None:

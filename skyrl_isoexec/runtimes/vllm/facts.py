@@ -65,9 +65,10 @@ def foreign_processors(worker: Any) -> str:
 
 
 def own_attention(model: Any) -> bool:
-    """Whether every layer attends over its pages with the model's kernels and scale."""
+    """Whether every layer attends over its pages with the model's kernels, scale and latent, if it has one."""
     pages = [p for layer, p in enumerate(model.pages) if model.config.attends(layer)]
-    return all(p.impl.kernels is model.kernels and p.impl.scale == model.config.scale for p in pages)
+    wanted = (model.kernels, model.config.scale, model.config.kv_lora_rank)
+    return all((p.impl.kernels, p.impl.scale, getattr(p.impl, "latent", None)) == wanted for p in pages)
 
 
 def own_recurrence(model: Any) -> bool:

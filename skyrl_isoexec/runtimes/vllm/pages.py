@@ -34,8 +34,9 @@ def state_bytes(config: DecoderConfig, tp: int, kernels: Kernels) -> int:
 
 
 def token_bytes(config: DecoderConfig, tp: int) -> int:
-    """Bytes of one token's keys and values in one attention layer."""
-    return 2 * (config.num_kv_heads // tp) * config.head_dim * TORCH_DTYPES[config.dtype].itemsize
+    """Bytes of one token's keys and values in one layer; a latent key has its value, and is whole on every rank."""
+    entries = config.latent_width if config.latent else 2 * (config.num_kv_heads // tp) * config.head_dim
+    return entries * TORCH_DTYPES[config.dtype].itemsize
 
 
 def hybrid_page_size(config: DecoderConfig, tp: int, kernels: Kernels) -> int:

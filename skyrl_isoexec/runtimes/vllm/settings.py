@@ -35,11 +35,13 @@ STAND_INS = {"mimo": "qwen2"}
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",
 }
 """Variables of the hosts that every process of a CPU engine needs before it imports torch.
 
 The first keeps vLLM from compiling parts of its sampler, which it does even when told to be eager; the second lets
-several workers share the cores of one machine.
+several workers share the cores of one machine. The third concerns vLLM's own latent attention, which it does not have
+on a CPU: with it vLLM turns chunked prefill off, for our model too.
 """
 
 

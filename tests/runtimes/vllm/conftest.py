@@ -71,6 +71,28 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 """Changes that make it a mixture of experts."""
+LATENT = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+"""Changes that make it a GLM-4.7-Flash: latent attention, and experts after a dense layer."""
 
 
 def write_checkpoint(folder: Path, dtype: str, seed: int, **changes: object) -> Path:
@@ -82,6 +104,8 @@ def write_checkpoint(folder: Path, dtype: str, seed: int, **changes: object) -> 
     tensors = dict(random_tensors(families.from_hf(hf), seed, std=0.2))
     for name in (name for name in tensors if name.endswith(".A_log")):
         tensors[name] -= 7 + seed  # by a token a state loses parts in a thousand, and still matters pages later
+    for name in (name for name in tensors if name.endswith(".e_score_correction_bias")):
+        tensors[name] += torch.linspace(-0.2, 0.2 + seed, len(tensors[name]))  # other experts than without
     save(folder, hf, tensors)
     return folder
 
@@ -133,6 +157,12 @@ def of_transformers(checkpoint: Callable[..., Path], tmp_path_factory: pytest.Te
 def hybrid() -> dict[str, object]:
     """Changes of the checkpoint that make it a hybrid; its family is qwen3_5."""
     return HYBRID
+
+
+@pytest.fixture(scope="session")
+def latent() -> dict[str, object]:
+    """Changes of the checkpoint that give it latent attention; its family is glm4_moe_lite."""
+    return LATENT
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +243,7 @@ def contract(checkpoint: Callable[..., Path]) -> Callable[..., object]:
         constants = {
             "attention": {"kv_block": 16, "kv_partition": 512},
             "gdn": {"gdn_chunk": 64},
+            "mla": {"kv_block": 16, "kv_partition": 512},
             "logprob": {"num_leaves": num_leaves, "temperature": c.float_bits(1.0)},
             "row_linear": {"num_leaves": num_leaves},
         }

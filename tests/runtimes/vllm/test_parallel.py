@@ -46,9 +46,9 @@ def of_contract(contract, dtype: str, pages: Any = None, **changes: Any) -> dict
     return settings.engine_arguments(dtype=dtype, hybrid=pages) | TWO_WORKERS
 
 
-@pytest.mark.parametrize("kind", ["experts", "hybrid"])
+@pytest.mark.parametrize("kind", ["experts", "hybrid", "latent"])
 def test_two_workers_equal_one(
-    arguments, checkpoint, of_transformers, contract, reference, prompts, hybrid, experts, kind: str
+    arguments, checkpoint, of_transformers, contract, reference, prompts, hybrid, experts, latent, kind: str
 ) -> None:
     """TP=2 through vLLM's processes and collectives against the whole decoder, before and after an update.
 
@@ -56,7 +56,7 @@ def test_two_workers_equal_one(
     """
     from skyrl_isoexec.runtimes.vllm.settings import HybridPages
 
-    changes = hybrid if kind == "hybrid" else experts
+    changes = {"experts": experts, "hybrid": hybrid, "latent": latent}[kind]
     pages = HybridPages(page_size=64, prefix_caching=True) if kind == "hybrid" else None
     first = of_transformers if kind == "experts" else checkpoint
     old, new = first("float32", seed=0, **changes), checkpoint("float32", seed=1, **changes)
