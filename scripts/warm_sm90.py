@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fill Triton's cache on all cores with what the gates of sm90 need: compiling takes longer than proving.
 
-    python scripts/warm_sm90.py
+    python scripts/warm_sm90.py [REGION...]
 
 Parts of the gates run at the same time in processes of their own; what they find is thrown away. The gates themselves
 run afterwards, whole, and say what differs.
@@ -114,7 +114,8 @@ def run(job: Job) -> tuple[Job, float]:
 
 
 def main() -> int:
-    begin, work = time.monotonic(), jobs()
+    begin, chosen = time.monotonic(), sys.argv[1:]
+    work = [job for job in jobs() if not chosen or job[0] in chosen]
     workers = max(1, min(15, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for done in as_completed([pool.submit(run, job) for job in work]):
