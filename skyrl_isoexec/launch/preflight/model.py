@@ -187,7 +187,7 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
 def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
     if config.latent:
         raise Refusal(
-            f"exec=native with a model of family {config.family}: vLLM's own class takes every expert's matrices alone, "
+            f"exec=native with a model of family {config.family}: vLLM's own class takes each expert's matrices alone, "
             "and transformers' gives those of all experts in one tensor, so the trainer's weights would not load; nor "
             "has vLLM latent attention on a CPU; choose exec=isoexec, or another model"
         )

@@ -80,7 +80,7 @@ def stage_layers(num_layers: int, first_dense_layers: int = 0) -> range:
     per_stage = num_layers // size
     if per_stage <= first_dense_layers:
         raise ValueError(
-            f"pipeline-parallel size {size} makes stages of {per_stage} layers, of which {first_dense_layers} come before "
+            f"pipeline-parallel size {size} makes stages of {per_stage} layers, and {first_dense_layers} come before "
             "those with experts; choose a smaller size"
         )
     return range(rank * per_stage, (rank + 1) * per_stage)
