@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from skyrl_isoexec.kernels.numeric import gdn_cases
 from skyrl_isoexec.kernels.numeric.gdn_cases import Case
@@ -241,6 +242,24 @@ def test_bound_and_gradients_against_float64(row_causal, kind, bound):
     assert (out.detach().double() - exact).abs().max() < 2.0**-5 * exact.abs().max()
     for a, b in zip(ours, leaves, strict=True):
         assert a.grad.dtype == BF16 and (a.grad.double() - b.grad).abs().max() < bound * b.grad.abs().max()
+
+
+@interpreted
+def test_gradients_of_a_layer_that_is_computed_again(form, same_bits):
+    """What a backward takes of its forward may be taken only once there."""
+    given, cu = gdn_cases.rows(Case(heads=HEADS, lengths=(20,)), BF16)
+    made = []
+    for again in (False, True):
+        leaves = [t.clone().requires_grad_() for t in given]
+
+        def run(*rows: torch.Tensor) -> torch.Tensor:
+            return form.gdn(*rows, cu, HEADS, schedule=SHORT)
+
+        out = checkpoint(run, *leaves, use_reentrant=False) if again else run(*leaves)
+        out.sum().backward()
+        made.append([out, *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*made, strict=True):
+        same_bits(a, b)
 
 
 @interpreted

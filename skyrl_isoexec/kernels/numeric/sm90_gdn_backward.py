@@ -116,7 +116,8 @@ class _Gdn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TVD):
-        rows, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors  # once: where a layer is recomputed, each may be taken only once
+        rows, kept = saved[:6], saved[6:]
         if not kept:
             return *(torch.zeros_like(x) for x in rows), None, None, None, None
         kept = Kept(**dict(zip(Kept.__dataclass_fields__, kept, strict=True)))
