@@ -139,6 +139,28 @@ def test_a_folder_that_cannot_be_a_runs(tmp_path: Path) -> None:
         vacant(tmp_path / ("x" * 300), checkpoints=None)
 
 
+@pytest.mark.parametrize("side", ["policy", "ref"])
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ("moe_aux_loss_coeff=0.1", "leave it 0 or None"),
+        ("moe_router_load_balancing_type=aux_loss", "leave it 'none' or None"),
+        ("moe_router_enable_expert_bias=true", "never updated; leave it None or False"),
+        ("moe_router_score_function=sigmoid", "leave it None or 'softmax'"),
+        ("moe_router_dtype=fp64", "leave it 'fp32' or None"),
+        ("freeze_moe_router=true", "leave it False or None"),
+    ],
+)
+def test_what_a_router_does_not_compute(setting: str, kept: str, side: str) -> None:
+    """Auxiliary losses, updates of a bias, another scoring; the stock arm has its own router."""
+    override = f"trainer.{side}.megatron_config.{setting}"
+    launch, cfg = compose(["+exec=isoexec", "model=tiny_moe", override])
+    with pytest.raises(ValueError, match=re.escape(override.partition("=")[0]) + ".*" + re.escape(kept)):
+        model.router(model.planned(launch), launch, cfg)
+    launch, cfg = compose(["+exec=native", "model=tiny_moe", override])
+    model.router(model.planned(launch), launch, cfg)
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,11 @@ from ...model.families import from_hf, lookup
 from ...model.families.base import Family
 from ...model.pieces import Pieces
 from ...model.weights import HEAD_NAME, layout
+from ...runtimes.megatron.router import check_router
 from ...runtimes.vllm.pages import hybrid_page_size, state_kernels
 from ..composition import GDN
 from ..config import LaunchConfig
+from ..links import MEGATRON
 from ..task.tokenizer import SYMBOLS
 from .refusal import Refusal
 
@@ -182,6 +185,20 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
     except ValueError as error:
         said = str(error).replace("schedule.num_leaves", "kernels.num_leaves")
         raise Refusal(f"kernels.num_leaves={leaves}: {said}; choose a lower power of two, or null") from error
+
+
+def router(config: DecoderConfig, launch: LaunchConfig, cfg: Any) -> None:
+    """Refuse what SkyRL's and Megatron's settings ask of a router and our trainer does not compute."""
+    if launch.exec.name != "isoexec":
+        return
+    for key in MEGATRON:
+        settings: Any = cfg
+        for name in key.split("."):
+            settings = getattr(settings, name)
+        try:
+            check_router(config, {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)})
+        except ValueError as error:
+            raise Refusal(f"{key}.{error}") from error
 
 
 def _native(config: DecoderConfig, launch: LaunchConfig) -> None:

@@ -61,6 +61,7 @@ def check(launch: LaunchConfig, cfg: Any) -> Contract | None:
 def _fits(launch: LaunchConfig, cfg: Any, config: Any) -> None:
     model.lengths(cfg, config)
     model.layouts(config, launch)
+    model.router(config, launch, cfg)
     model.transport(config, launch)
     model.states(config, launch)
 
