@@ -102,9 +102,12 @@ def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], said: str) -> 
         preflight.transport(config, launch)
 
 
-def test_there_is_no_native_arm() -> None:
-    launch, _ = compose(["+exec=native", "model=tiny_mla"])
-    with pytest.raises(Refusal, match="exec=native with a model of family glm4_moe_lite: vLLM's own class takes"):
+@pytest.mark.parametrize(
+    ("model", "family"), [("tiny_mla", "glm4_moe_lite"), ("tiny_moe", "qwen3_moe"), ("tiny_hybrid_moe", "qwen3_5_moe")]
+)
+def test_there_is_no_native_arm(model: str, family: str) -> None:
+    launch, _ = compose(["+exec=native", f"model={model}"])
+    with pytest.raises(Refusal, match=f"exec=native with a model of family {family}: vLLM's own class takes"):
         preflight.layouts(preflight.planned(launch), launch)
 
 

@@ -202,11 +202,11 @@ def router(config: DecoderConfig, launch: LaunchConfig, cfg: Any) -> None:
 
 
 def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
-    if config.latent:
+    if config.has_experts:
         raise Refusal(
             f"exec=native with a model of family {config.family}: vLLM's own class takes each expert's matrices alone, "
             "and transformers' gives those of all experts in one tensor, so the trainer's weights would not load; nor "
-            "has vLLM latent attention on a CPU; choose exec=isoexec, or another model"
+            "does vLLM compute experts or latent attention on a CPU; choose exec=isoexec, or another model"
         )
     tp, heads, kv_heads = launch.topology.engine.tp, config.num_heads, config.num_kv_heads
     inner = config.intermediate_size or config.moe_intermediate_size
