@@ -64,7 +64,7 @@ for name in $stages; do
             stage gate 240 "$python" -m skyrl_isoexec gate --arch sm90
             tar -C skyrl_isoexec/gate -czf "$out/records.tgz" records
             ;;
-        run) run isoexec 520 "+$blocks=300" run.seeded_requests=false ;; # too few for 256 sequences of two pages: some are preempted
+        run) run isoexec 520 "+$blocks=300" run.seeded_requests=false ;; # too few pages for 256 sequences of two
         run_native) run native 200 trainer.max_training_steps=3 ;;
         *) echo "no stage $name" | tee -a "$out/stages.txt" ;;
     esac

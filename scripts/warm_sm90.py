@@ -8,12 +8,14 @@ run afterwards, whole, and say what differs.
 """
 
 import importlib
+import itertools
 import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -27,6 +29,8 @@ from skyrl_isoexec.gate.run import SCHEDULE  # noqa: E402
 from skyrl_isoexec.kernels.numeric.proof import Proof  # noqa: E402
 
 BF16 = torch.bfloat16
+SLICES = 3
+"""Jobs that share the tiles of a shape."""
 Job = tuple[str, str, object]
 """(region, function of its gate, which part of its inputs or which model)."""
 
@@ -35,8 +39,12 @@ def jobs() -> list[Job]:
     """The longest first."""
     gate = importlib.import_module("skyrl_isoexec.kernels.attention.gate")
     made: list[Job] = [("attention", "_tensor_core", shape) for shape in reversed(gate.TENSOR_CORE_SHAPES)]
-    made += [("row_linear", "_tensor_core", shape) for shape in ("whole", 1, 2, 4, 8)]
-    made += [("linear", "_tensor_core", shape) for shape in ("whole", "some")]
+    for op, leaves in (("row_linear", (1, 2, 4, 8)), ("linear", (1,))):
+        gate = importlib.import_module(f"skyrl_isoexec.kernels.{op}.gate")
+        parts = itertools.product(leaves, range(len(gate.TILED)), range(SLICES))
+        made += [(op, "_tensor_core", part) for part in parts]
+    made += [("row_linear", "_tensor_core", "whole"), ("linear", "_tensor_core", "whole")]
+    made += [("linear", "_tensor_core", "some")]
     parts = ("degrees", "decode", "prefill", "trainer", "backward")
     made += [(region, part, name) for region in DECODERS for name, _, _ in variants(region) for part in parts]
     made += [("attention", name, None) for name in ("_tensor_core", "_pages", "_cuts", "_neighbours", "_batch")]
@@ -54,8 +62,10 @@ def products(op: str, part: object, proof: Proof, kernel: OnDevice) -> None:
     gate.cases = lambda dtype: {part: made[part]} if part in made else {}
     if part in made:
         gate.TILED = ()
-    elif isinstance(part, int):
-        gate.LEAVES = (part,)
+    elif isinstance(part, tuple):
+        leaves, shape, piece = part
+        gate.LEAVES, gate.TILED, table = (leaves,), (gate.TILED[shape],), kernel.TABLE
+        kernel.TABLE = SimpleNamespace(tiles=lambda *given: table.tiles(*given)[piece::SLICES])
     elif op == "row_linear":
         gate.LEAVES = ()
         gate.prove(proof, kernel, SCHEDULE, {"bf16": BF16}, None)
