@@ -113,6 +113,8 @@ if wanted bench; then
     stage bench_gdn 200 "$python" -m skyrl_isoexec.bench.gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
     ready $dense
     stage bench_layers 90 "$python" -m skyrl_isoexec.bench layers --quick --seconds 60 --out "$logs/bench_layers.json"
+    ready decoder
+    stage bench_trainer 120 "$python" -m skyrl_isoexec.bench trainer --out "$logs/bench_trainer.json"
     stage bench_engine 300 "$python" -m skyrl_isoexec.bench engine "$model" --seconds 100 --repeats 3 \
         --out "$logs/engine.json") &
 fi
@@ -133,7 +135,7 @@ grep -hA6 "fails:" "$logs"/gate_*.log 2> /dev/null | cut -c1-200
 echo "== tests"
 grep -hE "^(FAILED|ERROR)|passed|failed" "$logs"/tests_*.log 2> /dev/null | cut -c1-200
 echo "== bench"
-grep -h "ratio" "$logs"/bench_gdn.log 2> /dev/null | cut -c1-200
+grep -h "ratio" "$logs"/bench_gdn.log "$logs"/bench_trainer.log 2> /dev/null | cut -c1-200
 echo "== table"
 "$python" scripts/gpu_smollm2.py table "$logs"
 echo "== times"

@@ -1,4 +1,4 @@
-"""`isoexec bench layers|engine|gdn`."""
+"""`isoexec bench layers|engine|gdn|trainer`."""
 
 import argparse
 from pathlib import Path
@@ -14,6 +14,12 @@ def _layers(arguments: argparse.Namespace) -> int:
 
 def _gdn(arguments: argparse.Namespace) -> int:
     from skyrl_isoexec.bench.gdn import run
+
+    return run(arguments)
+
+
+def _trainer(arguments: argparse.Namespace) -> int:
+    from skyrl_isoexec.bench.trainer import run
 
     return run(arguments)
 
@@ -35,3 +41,7 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
     gdn.add_argument("--unproved", action="store_true", help="also where no gate's record is valid")
     gdn.add_argument("--out", type=Path, default=Path("bench_gdn.json"), help="JSON with every number")
     gdn.set_defaults(run=_gdn)
+    trainer = verbs.add_parser("trainer", help="forward and backward of a model beside transformers, on this GPU")
+    trainer.add_argument("--models", nargs="*", help="default: all")
+    trainer.add_argument("--out", type=Path, default=Path("bench_trainer.json"), help="JSON with every number")
+    trainer.set_defaults(run=_trainer)
