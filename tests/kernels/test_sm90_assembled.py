@@ -28,7 +28,7 @@ KERNELS = {
     "prepare": (sm90_gdn_chunk.prepare, {"DK": 16, "HK": 1, "HV": 2}),
     "attend": (triton_outputs.attend, {}),
     "step": (triton_step.step, {}),
-    "step of cpr": (triton_recur.step, {}),
+    "close of cpr": (triton_recur.close, {}),
 }
 ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
 """The high word of an addition of 64 bits, with a constant."""

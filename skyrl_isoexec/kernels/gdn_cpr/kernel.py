@@ -1,7 +1,7 @@
 """The chunkwise-parallel recurrent gated delta rule on Hopper, in Triton and bf16.
 
 Notable: the chunk pass is that of the row-causal form; outputs are the recurrence started from each snapshot, parallel
-over chunks. A decode step is one launch: the recurrence, and after the last row of a chunk its chunk pass. Requests
+over chunks. A decode step is two launches: the recurrence, and the chunk pass of requests at a chunk's end. Requests
 with one row take that launch, the others the kernels over chunks, with equal bits; while a graph is captured the choice
 follows from shapes alone (no more rows than requests), and a request with two rows gets NaN.
 
@@ -49,6 +49,8 @@ CONV, KEYS, VALUES, SNAPSHOT, REMAINDER, GATES, RECURRENT = range(7)
 """Places in `gdn_states`."""
 KEPT_CHANNELS = 1024
 """Channels of a program that keeps rows of the convolution."""
+CLOSED_COLUMNS = 64
+"""Columns of a program that ends a chunk in a decode step: changes no bit."""
 
 
 def gdn_states(heads: GdnHeads, conv_width: int, dtype: torch.dtype, *, schedule: Schedule) -> StateShapes:
@@ -131,6 +133,12 @@ def step(
         *(state.stride(0) for state in pages.states), heads.key_width**-0.5,
         W=rows[3].shape[1], BV=columns, PAGE=pages.size, ALONE=alone, num_warps=warps,
         **shape_constants(heads, chunk), **EXACT,
+    )  # fmt: skip
+    columns = min(CLOSED_COLUMNS, heads.value_width)
+    held = [pages.states[i] for i in (KEYS, VALUES, SNAPSHOT, REMAINDER, GATES)]
+    recur.close[(heads.num_value_heads * (heads.value_width // columns), seq_lens.shape[0])](
+        *held, pages.table, query_start, seq_lens, pages.table.stride(0), *(state.stride(0) for state in held),
+        BV=columns, PAGE=pages.size, num_warps=4, **shape_constants(heads, chunk), **EXACT,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@
 
 in fp32 from the snapshot of the state at the chunk's start, products over Dk by the balanced tree, o rounded once.
 Notable: what each chunk starts from is the chunk pass of `numeric.sm90_gdn_chunk`, an fp32 chain and its snapshot. A
-decode step runs the same recurrence on the state of the open chunk, which is never rounded, and at a chunk's end
-redoes the chunk pass for its rows, which the page holds, from the chain.
+decode step runs the same recurrence on the state of the open chunk, which is never rounded; `close` after it redoes,
+for requests at a chunk's end, the chunk pass from the chain and the chunk's rows, which the page holds.
 
 Shapes: N slots, C rows of a chunk, K key heads, V value heads, Dk and Dv their widths; a state is [columns of Dv, Dk].
 """
@@ -108,34 +108,40 @@ def leave(
             tl.store(values + wide, tl.load(v + at * C * DV + wide), mask=live[:, None])
 
 
-@triton.jit
-def finish(
-    keys, values, gate, from_high, from_low, to_high, to_low, k_t, v_t, G, beta, head, part, later,
-    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride"])
+def close(
+    keys, values, snapshot, rest, gate, table, query_start, seq_lens,
+    table_stride, keys_stride, values_stride, snapshot_stride, rest_stride, gate_stride,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The chunk pass for a chunk's rows in the page and its last row: chain and snapshot of BV columns at its end."""
-    row, deep = tl.arange(0, C), tl.arange(0, DK)
-    before = row < C - 1
-    last = (row == C - 1)[:, None]
-    K = tl.load(keys + row[:, None] * DK + deep[None, :], mask=before[:, None], other=0.0)
-    K = tl.where(last, k_t[None, :], K)
-    total = tl.where(before, tl.load(gate + row, mask=before, other=0.0), tl.broadcast_to(G, (C,)))
-    steps = tl.where(before, tl.load(gate + C + row, mask=before, other=0.0), tl.broadcast_to(beta, (C,)))
-    T, _, _ = invert(K, total, steps, C)
-    end = tl.sum(G, axis=0)
-    Z = reach(T, K, total, end)
-    columns = part * BV + tl.arange(0, BV)
-    value = tl.load(values + row[:, None] * DV + columns[None, :], mask=before[:, None], other=0.0)
-    value = tl.where(last, v_t[None, :], value)
-    at = within_of(head, deep, columns, DK, DV)
-    there = later & (columns >= 0)[None, :]
-    snapshot = tl.load(from_high + at, mask=there, other=0.0)
-    chain = restore(snapshot, tl.load(from_low + at, mask=there, other=0.0))
-    e = missing(value, steps[:, None], total[:, None], dot(K, snapshot, tl.zeros((C, BV), tl.float32)))
-    chain = advance(chain, Z, e, end)
-    rounded = narrow(chain, tl.bfloat16)
-    tl.store(to_high + at, rounded)
-    tl.store(to_low + at, remainder(chain, rounded))
+    """The chunk pass of a request whose one row ends a chunk: chain and snapshot of BV columns at its end."""
+    head, request = tl.program_id(0) // (DV // BV), tl.program_id(1)
+    columns = tl.program_id(0) % (DV // BV) * BV + tl.arange(0, BV)
+    length = tl.load(query_start + request + 1) - tl.load(query_start + request)
+    position = tl.load(seq_lens + request) - 1
+    if (length == 1) & (position % C == C - 1):
+        pages = table + request * table_stride
+        target = tl.load(pages + position // PAGE).to(tl.int64)
+        source = tl.load(pages + tl.maximum(position - 1, 0) // PAGE).to(tl.int64)
+        row, deep = tl.arange(0, C), tl.arange(0, DK)
+        keys += target * keys_stride + head // (HV // HK) * C * DK
+        values += target * values_stride + head * C * DV
+        gate += target * gate_stride + head * 2 * C
+        K = tl.load(keys + row[:, None] * DK + deep[None, :])
+        total, steps, end = tl.load(gate + row), tl.load(gate + C + row), tl.load(gate + C - 1)
+        T, _, _ = invert(K, total, steps, C)
+        Z = reach(T, K, total, end)
+        value = tl.load(values + row[:, None] * DV + columns[None, :])
+        at = within_of(head, deep, columns, DK, DV)
+        later = (position >= C) & (columns >= 0)[None, :]
+        begun = tl.load(snapshot + source * snapshot_stride + at, mask=later, other=0.0)
+        chain = restore(begun, tl.load(rest + source * rest_stride + at, mask=later, other=0.0))
+        e = missing(value, steps[:, None], total[:, None], dot(K, begun, tl.zeros((C, BV), tl.float32)))
+        chain = advance(chain, Z, e, end)
+        rounded = narrow(chain, tl.bfloat16)
+        tl.store(snapshot + target * snapshot_stride + at, rounded)
+        tl.store(rest + target * rest_stride + at, remainder(chain, rounded))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -169,14 +175,13 @@ def step(
         keys += target * keys_stride + key * C * DK
         values += target * values_stride + head * C * DV
         gate += target * gate_stride + head * 2 * C
-        from_high, from_low = snapshot + source * snapshot_stride, rest + source * rest_stride
-        to_high, to_low = snapshot + target * snapshot_stride, rest + target * rest_stride
         inside = head * DK * DV + columns[:, None] * DK + deep[None, :]
         recurrent += target * recurrent_stride
         going = (t > 0) & (columns >= 0)[:, None]
         fresh = (t == 0) & (position >= C) & (columns >= 0)[:, None]
         state = tl.load(recurrent + inside, mask=going, other=0.0)
-        begun = tl.load(from_high + head * DK * DV + deep[None, :] * DV + columns[:, None], mask=fresh, other=0.0)
+        begun = snapshot + source * snapshot_stride + head * DK * DV
+        begun = tl.load(begun + deep[None, :] * DV + columns[:, None], mask=fresh, other=0.0)
         state = tl.where(going, state, widen(begun))
         two, v_t, g, beta = single(
             x, a, b, conv, a_log, dt_bias, ring + source * ring_stride, token, position, key, head, columns,
@@ -193,18 +198,16 @@ def step(
             x, ring, source * ring_stride, target * ring_stride, token, position, key, head, columns, part,
             DK, DV, HK, HV, W, PAGE,
         )  # fmt: skip
-        if t == C - 1:
-            finish(
-                keys, values, gate, from_high, from_low, to_high, to_low, k_t, v_t, G, beta, head, part, position >= C,
-                C, DK, DV, BV,
-            )  # fmt: skip
-        else:
+        tl.store(values + t * DV + columns, v_t)
+        if part == 0:
+            tl.store(gate + t + one, G)
+            tl.store(gate + C + t + one, beta)
+            if head % group == 0:
+                tl.store(keys + t * DK + deep, k_t)
+        if t < C - 1:
             tl.store(recurrent + inside, state)
-            tl.store(values + t * DV + columns, v_t)
-            if part == 0:
-                tl.store(gate + t + one, G)
-                tl.store(gate + C + t + one, beta)
-                if head % group == 0:
-                    tl.store(keys + t * DK + deep, k_t)
             if (position % PAGE == 0) & (position > 0):
-                copy(from_high, from_low, to_high, to_low, head, columns, DK, DV)
+                copy(
+                    snapshot + source * snapshot_stride, rest + source * rest_stride,
+                    snapshot + target * snapshot_stride, rest + target * rest_stride, head, columns, DK, DV,
+                )  # fmt: skip
