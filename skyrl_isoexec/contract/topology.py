@@ -13,7 +13,7 @@ from skyrl_isoexec.contract.values import is_integer
 _ITSELF = {axis: axis for axis in AXES}
 SIDES: dict[str, dict[str, str]] = {"trainer": _ITSELF, "engine": {**_ITSELF, "num": "dp"}}
 """Side -> key of `deployment.<side>` that is a degree -> its axis. Engines beside each other are data-parallel."""
-GIVEN = {"trainer": ("tp", "pp", "dp"), "engine": ("tp", "num")}
+GIVEN = {"trainer": ("tp", "pp", "dp", "ep"), "engine": ("tp", "num")}
 """Degrees that a side must say; any other is 1 where it is absent."""
 
 

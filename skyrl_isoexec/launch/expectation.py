@@ -81,7 +81,9 @@ def expected(contract: Contract, role: Role) -> dict[str, Fact]:
             facts["engine.mamba_cache_mode"] = CACHE_MODE if deployment["engine"]["enable_prefix_caching"] else "none"
     if deployment["device"] == "cuda":
         (arch,) = {entry.impl.arch for entry in contract.composition}
-        facts["device.arch"] = arch
+        from ..kernels.numeric.sm90 import ASSEMBLER_VERSION  # needs Triton, which a CPU may be without
+
+        facts["device.arch"], facts["device.assembler"] = arch, ASSEMBLER_VERSION
         if role == "engine":
             facts.update({f"engine.{name}": deployment["engine"][name] for name in GRAPH_OPTIONS})
     return facts

@@ -115,7 +115,8 @@ class ModelWorker:
         return served(self.actor_module[0])
 
     def probe(self) -> str | None:
-        """Digest of a short forward of the live model; None for a part of a pipeline. Collective over tensor ranks."""
+        """Digest of a short forward of the live model; None for a part of a pipeline. Collective over the ranks of
+        a stage's tensor- and expert-parallel axes."""
         return probe(self.actor_module[0])
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from skyrl_isoexec.contract import Contract, digest, float_bits, identities
 from skyrl_isoexec.kernels.sources import source_digest
 from skyrl_isoexec.kernels.witness import bound, constants, numeric
@@ -54,6 +56,14 @@ def decoder_facts(decoder: Decoder, contract: Contract, patched: tuple[str, ...]
         **{f"patch.{package}": patch_state(package) for package in patched},
         **{f"environment.{name}": os.environ.get(name) for name in contract.deployment["environment"]},
     }
+
+
+def device_facts() -> dict[str, Fact]:
+    """The current CUDA device, and the version of what assembles Triton's kernels in this process from now on."""
+    from triton.backends.nvidia.compiler import get_ptxas  # which a CPU may be without
+
+    major, minor = torch.cuda.get_device_capability()
+    return {"device.arch": f"sm{major}{minor}", "device.assembler": get_ptxas(10 * major + minor).version}
 
 
 def one_place(decoder: Decoder) -> bool:

@@ -99,7 +99,7 @@ def example() -> Contract:
         sources={"model": sha("model"), "patches/vllm": sha("vllm")},
         claims=claims,
         deployment={
-            "trainer": {"tp": 2, "pp": 1, "dp": 1, "recompute": True},
+            "trainer": {"tp": 2, "pp": 1, "dp": 1, "ep": 1, "recompute": True},
             "engine": {"tp": 1, "num": 2, "block_size": 16},
             "environment": {"OMP_NUM_THREADS": "1", "NCCL_ALGO": None, "größe": ""},
         },

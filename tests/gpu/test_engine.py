@@ -59,11 +59,32 @@ HYBRID = HF | {
         "mrope_interleaved": True,
     },
 }
-MODELS = {"qwen3": HF, "qwen3_5": HYBRID}
-PAGES = {"qwen3": 150, "qwen3_5": 48}
+LATENT = {name: value for name, value in HF.items() if name != "head_dim"} | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+}
+MODELS = {"qwen3": HF, "qwen3_5": HYBRID, "glm4_moe_lite": LATENT}
+PAGES = {"qwen3": 150, "qwen3_5": 48, "glm4_moe_lite": 150}
 """Too few for `PRESSED` long sequences."""
 PRESSED = 24
-CHANGED = ("model.layers.1.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight")
+CHANGED = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight")
 
 
 @pytest.fixture(scope="module", params=MODELS)

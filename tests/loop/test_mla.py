@@ -13,7 +13,7 @@ TASK = ("task.digits=1", "task.shots=4", "task.held_out_one_in=9", "task.base.st
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_under_preemption_with_cached_beginnings(tmp_path: Path, complete: Callable[..., object]) -> None:
-    """Trainer TP2, half of the heads and experts a rank, against two engines with too few pages; bf16, seeded."""
+    """Trainer TP2, half of the heads a rank, against two engines with too few pages; bf16, seeded."""
     run = complete(
         tmp_path / "run",
         "+exec=isoexec",

@@ -5,10 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from skyrl_isoexec.kernels.bundle import load_kernels
 from skyrl_isoexec.model.axes import SingleAxis
-from skyrl_isoexec.model.facts import one_place, version
+from skyrl_isoexec.model.facts import device_facts, one_place, version
 from skyrl_isoexec.model.layers import Place
 
 
@@ -59,3 +60,18 @@ def test_versions_of_this_installation() -> None:
     for module in (numpy, torch, transformers):
         assert version(module.__name__) == importlib.metadata.version(module.__name__)
     assert version("no-such-distribution") is None
+
+
+def test_the_assembler_is_the_one_that_compiles_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that was chosen when the kernels were imported."""
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("nothing is assembled")
+    from skyrl_isoexec.kernels.numeric.sm90 import ASSEMBLER, ASSEMBLER_VERSION
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert device_facts() == {"device.arch": "sm90", "device.assembler": ASSEMBLER_VERSION}
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.ptxas = str(ASSEMBLER.with_name("ptxas"))
+        assert device_facts()["device.assembler"] != ASSEMBLER_VERSION
+    assert device_facts()["device.assembler"] == ASSEMBLER_VERSION

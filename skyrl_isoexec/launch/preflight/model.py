@@ -209,7 +209,7 @@ def _native(config: DecoderConfig, launch: LaunchConfig) -> None:
             "does vLLM compute experts or latent attention on a CPU; choose exec=isoexec, or another model"
         )
     tp, heads, kv_heads = launch.topology.engine.tp, config.num_heads, config.num_kv_heads
-    inner = config.intermediate_size or config.moe_intermediate_size
+    inner = config.intermediate_size
     if heads % tp or (kv_heads % tp and tp % kv_heads) or inner % tp:
         raise Refusal(
             f"topology.engine.tp={tp} does not divide the model (num_heads = {heads}, num_kv_heads = {kv_heads}, "

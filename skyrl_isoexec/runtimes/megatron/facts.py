@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 
 from ...contract import decode, float_bits
-from ...model.facts import Fact, decoder_facts
+from ...model.facts import Fact, decoder_facts, device_facts
 from ...model.probe import probe as decoder_probe
 from .adapter import MegatronDecoder
 from .weights import unwrap
@@ -25,7 +25,7 @@ def facts(module: torch.nn.Module, contract_text: str, *, temperature: float, se
     with device:  # how arithmetic rounds is found out where the model computes
         found = decoder_facts(stage, decode(contract_text), PATCHED)
     if device.type == "cuda":
-        found["device.arch"] = "sm{}{}".format(*torch.cuda.get_device_capability())
+        found |= device_facts()
     return {
         **found,
         "runtime": "megatron",

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from ...model.config import DecoderConfig
 
 ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "moe_token_dispatcher_type": ("alltoall", None),
+    "moe_grouped_gemm": (True, None),
     "moe_router_load_balancing_type": ("none", None),
     "moe_aux_loss_coeff": (0, None),
     "moe_z_loss_coeff": (0, None),

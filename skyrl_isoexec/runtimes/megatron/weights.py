@@ -45,7 +45,7 @@ def dtypes(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[st
 def export(module: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor) of the whole model on every rank, in the order of `shapes`, cast as `dtypes` says.
 
-    Stages take turns: the owner gathers over its tensor-parallel axis and broadcasts over the pipeline.
+    Stages take turns: the owner gathers over its tensor- and expert-parallel axes and broadcasts over the pipeline.
     """
     model = unwrap(module)
     own = dict(checkpoint.iter_export(model.stage)) if isinstance(model, MegatronDecoder) else model.export()

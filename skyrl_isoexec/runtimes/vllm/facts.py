@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from skyrl_isoexec.model.facts import Fact, decoder_facts
+from skyrl_isoexec.model.facts import Fact, decoder_facts, device_facts
 from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.model.sequences import gdn_heads
 from skyrl_isoexec.runtimes.vllm.install import BACKEND, MODELS, installed_log_softmax
@@ -85,11 +83,11 @@ def own_recurrence(model: Any) -> bool:
     )
 
 
-def device_facts(worker: Any) -> dict[str, Fact]:
+def graph_facts(worker: Any) -> dict[str, Fact]:
     """What decides how a GPU engine runs: its chip, and what vLLM compiles and captures, after its own corrections."""
     compilation = worker.vllm_config.compilation_config
     return {
-        "device.arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
+        **device_facts(),
         "engine.compilation_mode": compilation.mode.name,
         "engine.cudagraph_mode": compilation.cudagraph_mode.name,
     }
@@ -109,7 +107,7 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
         **found,
         **plugin_facts(),
         **engine_facts(worker),
-        **(device_facts(worker) if device.type == "cuda" else {}),
+        **(graph_facts(worker) if device.type == "cuda" else {}),
         "runtime": "vllm",
         "model.class": type(model).__name__,
         "model.one_place": found["model.one_place"] and own_attention(model) and own_recurrence(model),

@@ -31,7 +31,7 @@ def leaves(model) -> None:
 def scale(model) -> None:
     """The factor on attention scores."""
     config = model.config
-    names = ("vocab_size", "num_layers", "hybrid")
+    names = ("vocab_size", "num_layers", "hybrid", "kv_lora_rank")
     model.config = SimpleNamespace(**{n: getattr(config, n) for n in names}, scale=config.scale * (1 + 2**-20))
 
 
