@@ -191,7 +191,7 @@ def test_an_axis_that_is_pinned_above_1_is_not_absent(contract):
 def test_sides_are_there(contract):
     lines = violations(seal(replace(contract, deployment={"trainer": 1})))
     assert lines == [
-        "deployment.trainer is 1; it must be a mapping with tp, pp, dp",
+        "deployment.trainer is 1; it must be a mapping with tp, pp, dp, ep",
         "deployment.engine is missing; it must be a mapping with tp, num",
     ]
 
