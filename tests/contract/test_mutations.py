@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_isoexec.contract import (
@@ -106,7 +106,7 @@ def test_every_field_of_every_part(contract, paths, edited):
         assert seen == once.get(part, {"refused", "moved"}), part
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_value_anywhere(contract, paths, edited, data):
     """Any JSON in the place of any leaf is refused or moves what it must."""
@@ -116,7 +116,7 @@ def test_any_value_anywhere(contract, paths, edited, data):
         look_at(contract, path, edited(*path, to=other))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), min_size=1, max_size=5),
