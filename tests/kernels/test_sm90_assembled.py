@@ -5,14 +5,19 @@ addition to both. ptxas 12.8 can take the address for the strides' word too, whi
 given out: the tensor core then reads other memory, and nothing but bits shows it.
 """
 
+import functools
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="compiles")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel, compile  # noqa: E402
 
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
@@ -25,11 +30,15 @@ SHAPES = {
 FLOATS = ("decay", "beta", "gate", "blocks", "recurrent")
 NUMBERS = ("base", "owner", "query_start", "seq_lens", "table")
 KERNELS = {
-    "prepare": (sm90_gdn_chunk.prepare, {"DK": 16, "HK": 1, "HV": 2}),
-    "attend": (triton_outputs.attend, {}),
-    "step": (triton_step.step, {}),
-    "close of cpr": (triton_recur.close, {}),
+    "prepare": (sm90_gdn_chunk.prepare, {"DK": 16, "HK": 1, "HV": 2}, {}),
+    "attend": (triton_outputs.attend, {}, {}),
+    "step": (triton_step.step, {}, {}),
+    "close of cpr": (triton_recur.close, {}, {}),
+    "step of many columns": (triton_step.step, {"BV": 128}, {"maxnreg": 168}),
 }
+"""Name -> kernel, constants that differ from `SHAPES`, options; the last is a decode step as it is launched."""
+SEEN = ("prepare", "attend", "step", "close of cpr")
+"""Those that the other assembler mixes up."""
 ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
 """The high word of an addition of 64 bits, with a constant."""
 
@@ -43,32 +52,29 @@ def type_of(name: str) -> str:
     return "i32" if name.startswith("num_") else "i64" if name.endswith("_stride") else "*bf16"
 
 
-@pytest.fixture(scope="module", params=KERNELS)
-def ptx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kernel as Triton hands it to the assembler."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+@pytest.fixture(scope="module")
+def compiled() -> Callable[[str], CompiledKernel]:
+    """compiled(name) -> a kernel for Hopper, with what the assembler was given and what it made."""
 
-    kernel, changes = KERNELS[request.param]
-    constants = {name: value for name, value in (SHAPES | changes).items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
-    whole = [["tt.divisibility", 16]]
-    kinds = {
-        (i,): whole
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.endswith("_stride")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=kinds)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **sm90.EXACT})
-    path = tmp_path_factory.mktemp("ptx") / "kernel.ptx"
-    path.write_text(re.sub(r"(?m)^\.version .*", ".version 8.7", made.asm["ptx"]))  # which both assemblers take
-    return path
+    @functools.cache
+    def make(name: str) -> CompiledKernel:
+        kernel, changes, options = KERNELS[name]
+        constants = {key: value for key, value in (SHAPES | changes).items() if key in kernel.arg_names}
+        signature = {key: "constexpr" if key in constants else type_of(key) for key in kernel.arg_names}
+        whole = [["tt.divisibility", 16]]
+        kinds = {
+            (i,): whole
+            for i, key in enumerate(kernel.arg_names)
+            if signature[key].startswith("*") or key.endswith("_stride")
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=kinds)
+        return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **sm90.EXACT, **options})
+
+    return make
 
 
-def mixed_words(ptx: Path, assembler: str) -> tuple[list[str], int]:
+def mixed_words(cubin: Path) -> tuple[list[str], int]:
     """(additions whose high word is not known to be zero, additions seen) in the code for Hopper."""
-    cubin = ptx.with_suffix(".cubin")
-    subprocess.run([FOLDER / assembler, "-arch=sm_90a", ptx, "-o", cubin], check=True, capture_output=True)
     text = subprocess.run([FOLDER / "nvdisasm", cubin], check=True, capture_output=True, text=True).stdout
     last: dict[str, str] = {}
     wrong, seen = [], 0
@@ -84,15 +90,22 @@ def mixed_words(ptx: Path, assembler: str) -> tuple[list[str], int]:
     return wrong, seen
 
 
-def test_words_are_kept_apart(ptx: Path) -> None:
-    """By the assembler that is chosen; whatever kernel, there are descriptors that step."""
-    wrong, seen = mixed_words(ptx, sm90.ASSEMBLER.name)
+@pytest.mark.parametrize("name", KERNELS)
+def test_words_are_kept_apart(name: str, compiled: Callable[[str], CompiledKernel], tmp_path: Path) -> None:
+    """In the code that would be launched; whatever kernel, there are descriptors that step."""
+    (tmp_path / "kernel.cubin").write_bytes(compiled(name).asm["cubin"])
+    wrong, seen = mixed_words(tmp_path / "kernel.cubin")
     assert seen and not wrong
 
 
-def test_the_hazard_exists_and_is_seen(ptx: Path) -> None:
-    """In the code of the other assembler, which Triton would take."""
-    assert mixed_words(ptx, "ptxas")[0]
+@pytest.mark.parametrize("name", SEEN)
+def test_the_hazard_exists_and_is_seen(name: str, compiled: Callable[[str], CompiledKernel], tmp_path: Path) -> None:
+    """In the code of the other assembler, which Triton would take; it knows the language one version before."""
+    text = re.sub(r"(?m)^\.version .*", ".version 8.7", compiled(name).asm["ptx"])
+    (tmp_path / "kernel.ptx").write_text(text)
+    paths = [tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+    subprocess.run([FOLDER / "ptxas", "-arch=sm_90a", *paths], check=True, capture_output=True)
+    assert mixed_words(tmp_path / "kernel.cubin")[0]
 
 
 def test_it_is_chosen() -> None:
