@@ -12,6 +12,8 @@ from skyrl_isoexec.runtimes.megatron.router import ALLOWED, check_router
 
 MODELS = {"dense": from_hf(DENSE, dtype="float32"), "latent": from_hf(LATENT, dtype="float32")}
 REFUSED = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_grouped_gemm": False,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1e-3,
     "moe_z_loss_coeff": 1e-3,

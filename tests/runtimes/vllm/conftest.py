@@ -273,7 +273,7 @@ def contract(checkpoint: Callable[..., Path]) -> Callable[..., object]:
                 ),
                 deployment={
                     "engine": {"tp": tp, "num": 1},
-                    "trainer": {"tp": 1, "pp": 1, "dp": 1},
+                    "trainer": {"tp": 1, "pp": 1, "dp": 1, "ep": 1},
                     "environment": {**CPU_ENVIRONMENT, "NUMBA_OPT": None},
                 },
             )
