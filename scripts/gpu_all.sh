@@ -68,7 +68,7 @@ run() { # name, seconds, arguments...
 
 if wanted gates; then
     # the slowest to compile first, on the cores that the others leave
-    (CUDA_VISIBLE_DEVICES=$work stage warm 120 "$python" scripts/warm_sm90.py row_linear && gate row_linear || gate row_linear) &
+    (CUDA_VISIBLE_DEVICES=$work stage warm 120 "$python" scripts/warm_sm90.py row_linear; gate row_linear) &
     for region in $regions; do
         if [ "$region" != row_linear ]; then gate "$region" & fi
     done

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from skyrl_isoexec.model.checkpoint import random_tensors
 from skyrl_isoexec.model.config import DecoderConfig
 from skyrl_isoexec.model.decoder import Decoder
 from skyrl_isoexec.model.families import from_hf
-from skyrl_isoexec.model.weights import load
+from skyrl_isoexec.model.weights import layout, load
 from skyrl_isoexec.schedule import Schedule
 
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
@@ -62,16 +63,23 @@ Arm = Callable[[], Tensor]
 """One forward and backward; the loss."""
 
 
-def pair(
-    name: str, device: str, dtype: str, impl: str, shape: tuple[int, int], changes: Mapping[str, object] | None = None
-) -> tuple[DecoderConfig, Arm, Arm]:
-    """(configuration, our arm, transformers' arm) with the same random weights and tokens."""
+def described(name: str, dtype: str, changes: Mapping[str, object]) -> tuple[Any, str, DecoderConfig]:
+    """(transformers' configuration, its class of model, ours) of a model with some fields changed."""
     import transformers
 
     cls, fields = MODELS[name]
-    hf = getattr(transformers, cls)(**COMMON | dict(fields) | dict(changes or {}))
+    hf = getattr(transformers, cls)(**COMMON | dict(fields) | dict(changes))
     architecture = cls.removesuffix("Config") + "ForCausalLM"
-    config = from_hf(hf.to_dict() | {"architectures": [architecture]}, dtype=dtype)
+    return hf, architecture, from_hf(hf.to_dict() | {"architectures": [architecture]}, dtype=dtype)
+
+
+def pair(
+    name: str, device: str, dtype: str, impl: str, shape: tuple[int, int], changes: Mapping[str, object] | None = None
+) -> tuple[Arm, Arm]:
+    """(our arm, transformers' arm) with the same random weights and tokens."""
+    import transformers
+
+    hf, architecture, config = described(name, dtype, changes or {})
     tensors, torch_dtype = dict(random_tensors(config, 0)), getattr(torch, dtype)
     kernels = load_kernels(dict.fromkeys(config.operators, impl), SCHEDULE)
     decoder = Decoder(config, kernels, SingleAxis(), SCHEDULE, device=device)
@@ -102,12 +110,13 @@ def pair(
         loss.backward()
         return loss.detach()
 
-    return config, ours, native
+    return ours, native
 
 
-def operations(config: DecoderConfig, num_parameters: int, shape: tuple[int, int]) -> float:
+def operations(config: DecoderConfig, shape: tuple[int, int]) -> float:
     """Floating-point operations of a forward and a backward: 6 for each weight of a product and token, and 12 for each
     pair of positions that see each other, and entry of a head."""
+    num_parameters = sum(math.prod(size) for size in layout(config).values())
     batch, length = shape
     pairs = batch * length * (length + 1) / 2
     weights = num_parameters - (0 if config.tied_head else config.vocab_size * config.hidden_size)
@@ -138,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     device, results, refused = torch.cuda.get_device_name(0), [], False
     print(f"{device}, torch {torch.__version__}; medians of {REPEATS} eager forwards and backwards, milliseconds")
     for name in arguments.models or MODELS:
-        config, ours, native = pair(name, "cuda", "bfloat16", "kernel", (BATCH, LENGTH))
+        _, _, config = described(name, "bfloat16", {})
         try:
             for region in (region_of(config), *operators(region_of(config))):
                 require(region, "sm90")
@@ -146,9 +155,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"bench trainer refuses {name}: {error}")
             refused = True
             continue
-        losses, times = [arm().item() for arm in (ours, native)], [median_ms(arm) for arm in (ours, native)]
-        size = sum(tensor.numel() for _, tensor in random_tensors(config, 0))
-        floor = floor_ms(0, operations(config, size, (BATCH, LENGTH)))
+        arms = pair(name, "cuda", "bfloat16", "kernel", (BATCH, LENGTH))
+        losses, times = [arm().item() for arm in arms], [median_ms(arm) for arm in arms]
+        floor = floor_ms(0, operations(config, (BATCH, LENGTH)))
         results.append({
             "model": name, "tokens": BATCH * LENGTH, "ours_ms": times[0], "native_ms": times[1],
             "ratio": times[0] / times[1], "floor_ms": floor, "losses": losses,
@@ -157,22 +166,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{name:20} {BATCH}x{LENGTH} ours {times[0]:8.1f} native {times[1]:8.1f} ratio {times[0] / times[1]:5.2f}"
         )
         print(f"{line} floor {floor:7.1f}  losses {losses[0]:.4f} {losses[1]:.4f}", flush=True)
-        del config, ours, native
+        del arms
         torch.cuda.empty_cache()
     report = {"device": device, "torch": torch.__version__, "results": results}
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 2 if refused else 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("--models", nargs="*", help=f"default: {', '.join(MODELS)}")
-    parser.add_argument("--out", type=Path, default=Path("bench_trainer.json"), help="JSON with every number")
-    parser.set_defaults(run=run)
-
-
-if __name__ == "__main__":
-    made = argparse.ArgumentParser(prog="isoexec bench trainer")
-    add_arguments(made)
-    chosen = made.parse_args()
-    sys.exit(chosen.run(chosen))
