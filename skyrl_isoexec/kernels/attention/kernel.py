@@ -1,4 +1,4 @@
-"""Causal attention on Hopper: `triton_loops.py` behind the functions that every implementation has.
+"""Causal attention on Hopper: `triton_loops.py` and `warp_groups.py` behind the functions every implementation has.
 
 Notable: a sequence's softmax has blocks of `schedule.kv_block` inside partitions of `schedule.kv_partition`, merged in
 ascending order, whoever computes them: a tile of a prefill loops over partitions, a decode step may give them programs
@@ -12,12 +12,14 @@ Shapes: T tokens, N query heads, K key-value heads, D head dimension, R requests
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from skyrl_isoexec.kernels.attention import spec
+from skyrl_isoexec.kernels.attention import spec, warp_groups
 from skyrl_isoexec.kernels.attention import triton_loops as loops
 from skyrl_isoexec.kernels.attention.backward_sm90 import differentiable
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
-from skyrl_isoexec.kernels.numeric.sm90 import power_of_two, require, require_bf16
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, INTERPRETED, power_of_two, require, require_bf16
 from skyrl_isoexec.kernels.numeric.sm90_product import num_processors
 from skyrl_isoexec.schedule import Schedule
 
@@ -28,6 +30,10 @@ SMALL = 16
 """Rows of a decode tile."""
 WAVES = 4
 """Programs per multiprocessor below which the partitions of a decode step get programs of their own."""
+WIDTHS = (64, 128, 256)
+"""Head dimensions that the tile of `warp_groups` has."""
+HELD = 128
+"""The largest of them whose running result stays in registers beside the accumulator."""
 
 
 def _check(schedule: Schedule, head_dim: int, group: int) -> None:
@@ -58,6 +64,38 @@ def _strides(page_size: int, num_kv_heads: int, head_dim: int) -> dict[str, int]
     }
 
 
+def is_grouped(num_rows: int, head_dim: int, group: int, page_size: int, schedule: Schedule) -> bool:
+    """Whether requests of about `num_rows` rows get the tile of `warp_groups`; `page_size` 0: keys without pages."""
+    whole = group == power_of_two(group) and page_size % schedule.kv_block == 0
+    return num_rows > 64 and head_dim in WIDTHS and schedule.kv_block == 64 and whole and not INTERPRETED.value
+
+
+def _blocks(rows: Tensor, schedule: Schedule, head_dim: int) -> TensorDescriptor:
+    """What the copy engine needs to read blocks of positions from [rows, columns]."""
+    block = [schedule.kv_block, head_dim]
+    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def _attend_grouped(
+    q_TND: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, seq_lens: Tensor, out: Tensor,
+    lse: Tensor | None, scale: float, num_kv_heads: int, page_size: int, shortest: int, schedule: Schedule,
+) -> None:  # fmt: skip
+    """Run the tile of `warp_groups` over requests of more than `shortest` rows; keys and values are [rows, columns]."""
+    num_tokens, num_heads, head_dim = q_TND.shape
+    group, num_requests = num_heads // num_kv_heads, starts.shape[0] - 1
+    rows, is_held = warp_groups.ROWS, head_dim <= HELD
+    grid = (num_tokens // (rows // group) + num_requests, num_kv_heads)
+    size = 1 if is_held else grid[0] * num_kv_heads * rows * head_dim
+    scratch = torch.empty(size, dtype=torch.float32, device=q_TND.device)
+    keys, values = (_blocks(x, schedule, head_dim) for x in (keys, values))
+    warp_groups.attend[grid](
+        q_TND, keys, values, table, starts, seq_lens, out, scratch if lse is None else lse, scratch, num_requests,
+        num_tokens, num_heads, table.stride(0) if page_size else 0, scale * LOG2_E, shortest,
+        D=head_dim, GROUP=group, BQ=rows // group, BKV=schedule.kv_block, PART=schedule.kv_partition, PAGE=page_size,
+        STAGES=4 if is_held else 2, LSE=lse is not None, HELD=is_held, num_warps=4, **EXACT,
+    )  # fmt: skip
+
+
 def forward(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, schedule: Schedule,
     choice: tuple[int, int, int] | None = None,
@@ -72,13 +110,21 @@ def forward(
     lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q_TND.device)
     if num_tokens:
         group = num_heads // num_kv_heads
-        rows, warps, stages = choice or tile(num_tokens * group // num_requests, head_dim)
+        num_rows = num_tokens * group // num_requests
+        if choice is None and is_grouped(num_rows, head_dim, group, 0, schedule):
+            keys, values = (x.view(num_tokens, -1) for x in (k_TKD, v_TKD))
+            _attend_grouped(
+                q_TND, keys, values, starts, starts, starts, out, lse, scale, num_kv_heads, 0, 0, schedule
+            )  # fmt: skip
+            return out, lse
+        rows, warps, stages = choice or tile(num_rows, head_dim)
         rows = max(rows, power_of_two(group))
         loops.attend[(num_tokens // (rows // group) + num_requests, num_kv_heads)](
             q_TND, k_TKD, v_TKD, starts, starts, starts, out, lse, num_requests, num_tokens, num_heads,
             num_kv_heads * head_dim, 0, head_dim, 0, scale * LOG2_E, 0,
             D=head_dim, WIDTH=_width(head_dim), GROUP=group, BQ=rows // group, BM=rows,
             BKV=schedule.kv_block, PART=schedule.kv_partition, PAGE=0, LSE=True, num_warps=warps, num_stages=stages,
+            **EXACT,
         )  # fmt: skip
     return out, lse
 
@@ -156,21 +202,30 @@ def paged(
             q_TND, keys, values, block_table, query_start, seq_lens, maxima, sums, accs, num_heads, num_parts, longest,
             scale=scale * LOG2_E, BQ=shortest, BM=small, BY_TOKEN=is_decode, num_warps=4,
             num_stages=5,  # the page of a block is loaded ahead as well
-            **strides, **fixed,
+            **strides, **fixed, **EXACT,
         )  # fmt: skip
         loops.merge[(num_requests, num_kv_heads, group)](
             maxima, sums, accs, query_start, seq_lens, out, num_heads, num_parts, longest,
             D=head_dim, WIDTH=width, GROUP=group, BQ=shortest, PART=part, BY_TOKEN=is_decode, num_warps=1,
+            **EXACT,
         )  # fmt: skip
         if is_decode:
             return out
-    rows, warps, stages = choice or tile(triton.cdiv(num_tokens, num_requests) * group, head_dim)
+    num_rows = triton.cdiv(num_tokens, num_requests) * group
+    if choice is None and is_grouped(num_rows, head_dim, group, page_size, schedule):
+        rows = cache.view(-1, head_dim)
+        _attend_grouped(
+            q_TND, rows, rows, block_table, query_start, seq_lens, out, None, scale, num_kv_heads, page_size, shortest,
+            schedule,
+        )  # fmt: skip
+        return out
+    rows, warps, stages = choice or tile(num_rows, head_dim)
     rows = max(rows, power_of_two(group))
     loops.attend[(num_tokens // (rows // group) + num_requests, num_kv_heads)](
         q_TND, keys, values, block_table, query_start, seq_lens, out, out, num_requests, num_tokens, num_heads,
         scale=scale * LOG2_E, shortest=shortest, BQ=rows // group, BM=rows, LSE=False,
         num_warps=warps, num_stages=stages + 2,  # the page of a block is loaded ahead as well
-        **strides, **fixed,
+        **strides, **fixed, **EXACT,
     )  # fmt: skip
     return out
 

@@ -3,7 +3,7 @@
 Notable: `_walk` computes one partition for a tile of query rows, `_merge` adds it to what came before. `attend` loops
 over partitions and merges in registers; `attend_split` gives partitions their own programs and `merge` merges what they
 wrote: the same functions in the same order. What must stay equal: blocks of BKV positions and partitions of PART, both
-counted from the sequence's start; the row sum as a product with ones on the tensor core; explicit fma.
+counted from the sequence's start; the tree of `row_sum`; explicit fma. `warp_groups.py` has the same arithmetic.
 
 A tile's rows are BQ tokens x GROUP query heads of one key-value head: row = token * GROUP + head. Keys and values are
 read as rows of [positions, D] from `base + position * stride`, where a page of PAGE positions has its own base, or, at
@@ -13,7 +13,7 @@ PAGE 0, the sequence has one. Shapes: T tokens, N query heads, K key-value heads
 import triton
 import triton.language as tl
 
-from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow
+from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow, widen
 
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -22,6 +22,22 @@ NEG_INF = tl.constexpr(float("-inf"))
 def _shift(m):
     """What is subtracted in exponents: the maximum, or 0 where there is none yet."""
     return tl.where(m == NEG_INF, 0.0, m)
+
+
+@triton.jit
+def row_sum(p, ROWS: tl.constexpr, BKV: tl.constexpr):
+    """fp32 sums over positions, a balanced tree: over the groups of eight, then two neighbours, then the four pairs.
+
+    A thread of the tensor core's result holds one pair of each group, so only the last two steps leave it. Each step is
+    a sum over a dimension of length two, which has one order in every layout.
+    """
+    x = tl.reshape(widen(p), (ROWS, BKV // 8, 4, 2))
+    for step in tl.static_range(1, 8):
+        if (BKV // 8) >> step >= 1:
+            x = tl.sum(tl.reshape(x, (ROWS, (BKV // 8) >> step, 2, 4, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (ROWS, 4, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), axis=2)
+    return tl.sum(x, axis=1)
 
 
 @triton.jit
@@ -53,9 +69,7 @@ def _block(
     zero = tl.zeros(s.shape, tl.float32)
     p = narrow(tl.exp2(tl.math.fma(s, zero + scale, zero - shift[:, None])), tl.bfloat16)
     alpha = tl.exp2(m - shift)
-    ones = narrow(tl.full((BKV, 16), 1.0, tl.float32), tl.bfloat16)
-    row_sum = tl.max(dot(p, ones, tl.zeros((q.shape[0], 16), tl.float32)), 1)  # sixteen equal columns
-    l = tl.math.fma(l, alpha, row_sum)
+    l = tl.math.fma(l, alpha, row_sum(p, q.shape[0], BKV))
     acc = dot(p, v, acc * alpha[:, None])
     return new, l, acc
 
