@@ -26,16 +26,20 @@ def _shift(m):
 
 @triton.jit
 def row_sum(p, ROWS: tl.constexpr, BKV: tl.constexpr):
-    """fp32 sums over positions, a balanced tree: over the groups of eight, then two neighbours, then the four pairs.
+    """fp32 sums over positions, a balanced tree of groups of eight: halves of the groups until four are left, the two
+    neighbours of a pair, halves of the four groups, and the four pairs.
 
-    A thread of the tensor core's result holds one pair of each group, so only the last two steps leave it. Each step is
-    a sum over a dimension of length two, which has one order in every layout.
+    So a thread of the tensor core adds what it holds first, and what other warps of a decode hold waits until there is
+    little of it. Each step is a sum over a dimension of length two, which has one order in every layout.
     """
     x = tl.reshape(widen(p), (ROWS, BKV // 8, 4, 2))
     for step in tl.static_range(1, 8):
-        if (BKV // 8) >> step >= 1:
-            x = tl.sum(tl.reshape(x, (ROWS, (BKV // 8) >> step, 2, 4, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (ROWS, 4, 2)), axis=2)
+        if (BKV // 8) >> step >= 4:
+            x = tl.sum(tl.reshape(x, (ROWS, 2, (BKV // 8) >> step, 4, 2)), axis=1)
+    x = tl.sum(x, axis=3)
+    for step in tl.static_range(1, 8):
+        if (BKV // 8) >> step >= 1 and (BKV // 8) >> step < 4:
+            x = tl.sum(tl.reshape(x, (ROWS, 2, (BKV // 8) >> step, 4)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), axis=2)
     return tl.sum(x, axis=1)
 

@@ -46,9 +46,12 @@ def _row_sum(p, BKV: gl.constexpr):
     """`triton_loops.row_sum` of 64 rows."""
     x = p.to(gl.float32).reshape([64, BKV // 8, 4, 2])
     for step in gl.static_range(1, 8):
-        if (BKV // 8) >> step >= 1:
-            x = gl.sum(x.reshape([64, (BKV // 8) >> step, 2, 4, 2]), 2)
-    x = gl.sum(x.reshape([64, 4, 2]), 2)
+        if (BKV // 8) >> step >= 4:
+            x = gl.sum(x.reshape([64, 2, (BKV // 8) >> step, 4, 2]), 1)
+    x = gl.sum(x, 3)
+    for step in gl.static_range(1, 8):
+        if (BKV // 8) >> step >= 1 and (BKV // 8) >> step < 4:
+            x = gl.sum(x.reshape([64, 2, (BKV // 8) >> step, 4]), 1)
     x = gl.sum(x.reshape([64, 2, 2]), 2)
     return gl.sum(x, 1)
 
