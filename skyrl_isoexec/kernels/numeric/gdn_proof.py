@@ -35,7 +35,7 @@ SHAPES = (
     (4, 4, 20, 64, 9, (130,), 128),
 )
 NARROW = ((64, 64), (16, 32))
-"""Key and value widths of fewer cases, where the tensor core hides the order: with that of the others, all it has."""
+"""Key and value widths of fewer checks, where the tensor core hides the order; all others have `heads` as given."""
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-5}
 """Of the largest output: how far one may lie from float64."""
 FINITE_KINDS, BOUNDED_KINDS = ("normal", "gates", "zeros", "hazards"), ("normal", "zeros")
