@@ -18,14 +18,15 @@ from hopper_source import TARGET, source_of  # noqa: E402
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
 from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk  # noqa: E402
+from skyrl_isoexec.kernels.numeric.gdn_proof import NARROW  # noqa: E402
 
 
-def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
+def products(kernel: triton.JITFunction, **changes: int) -> Iterator[tuple[str, str]]:
     """(accumulator, operation that made it) of every product of a kernel, after Triton's rewriting."""
     from triton._C.libtriton import ir
     from triton.compiler import make_backend
 
-    source, backend = source_of(kernel), make_backend(TARGET)
+    source, backend = source_of(kernel, changes), make_backend(TARGET)
     options, context, stages = backend.parse_options(sm90.EXACT), ir.context(), {}
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -43,6 +44,7 @@ def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
         yield accumulator, made.get(accumulator, "argument")
 
 
+@pytest.mark.parametrize(("key_width", "width"), [(128, 128), *NARROW])
 @pytest.mark.parametrize(
     "kernel, zeros, started",
     [
@@ -55,9 +57,9 @@ def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
         (triton_recur.close, 9, 1),
     ],
 )
-def test_a_product_starts_from_what_is_written(kernel, zeros, started):
+def test_a_product_starts_from_what_is_written(kernel, zeros, started, key_width, width):
     """From zeros, or from an accumulator that the kernel names: never from a sum that Triton has moved into it."""
-    found = [operation for _, operation in products(kernel)]
+    found = [operation for _, operation in products(kernel, DK=key_width, DV=width, BV=32)]
     assert found.count("arith.constant") == zeros and len(found) == zeros + started
     assert not {"arith.addf", "arith.subf"} & set(found)
 
