@@ -110,7 +110,7 @@ fi
 if wanted bench; then
     (export CUDA_VISIBLE_DEVICES=$other
     ready gdn gdn_cpr
-    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench.gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
+    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
     ready $dense
     stage bench_layers 90 "$python" -m skyrl_isoexec.bench layers --quick --seconds 60 --out "$logs/bench_layers.json"
     ready decoder

@@ -51,7 +51,7 @@ keep
 stage tune 130 "$python" scripts/tune_sm90.py --seconds 110 --commit "$commit" --out "$logs"
 keep
 stage bench 60 "$python" -m skyrl_isoexec.bench layers --quick --seconds 45 --out "$logs/bench.json"
-stage bench_gdn 120 "$python" -m skyrl_isoexec.bench.gdn --unproved --out "$logs/bench_gdn.json"
+stage bench_gdn 120 "$python" -m skyrl_isoexec.bench gdn --unproved --out "$logs/bench_gdn.json"
 keep
 
 for region in $regions; do

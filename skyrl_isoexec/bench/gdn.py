@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -253,7 +252,8 @@ def line(label: str, row: Row, times: dict, floor: float) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Times everything, prints a line for each, writes the JSON; 2 without a GPU, a gate or a stock arm."""
-    unknown = sorted(set(arguments.heads) - HEADS.keys()) + sorted(set(arguments.work) - set(WORK))
+    labels, chosen = arguments.heads or list(HEADS), arguments.work or list(WORK)
+    unknown = sorted(set(labels) - HEADS.keys()) + sorted(set(chosen) - set(WORK))
     if unknown or not torch.cuda.is_available():
         print(f"bench gdn: unknown {unknown}" if unknown else "bench gdn: there is no CUDA device", file=sys.stderr)
         return 2
@@ -268,11 +268,11 @@ def run(arguments: argparse.Namespace) -> int:
             kernels[form] = importlib.import_module(f"skyrl_isoexec.kernels.{form}.kernel")
     device, results, complete = torch.cuda.get_device_name(0), [], not refused
     print(f"{device}, torch {torch.__version__}; medians of replayed graphs, microseconds")
-    for label in arguments.heads:
+    for label in labels:
         keys, values, whose = HEADS[label]
         heads = GdnHeads(num_key_heads=keys, num_value_heads=values, key_width=WIDTH, value_width=WIDTH)
         print(f"{label}: {keys} key and {values} value heads of {WIDTH}, {whose}")
-        for row in work(heads, kernels, arguments.work):
+        for row in work(heads, kernels, chosen):
             times, floor = _time(row), floor_ms(row.num_bytes, 0)
             complete &= all(isinstance(t, float) for t in times.values())
             results.append({"heads": label, "work": row.work, "shape": row.shape, "ms": times, "floor_ms": floor})
@@ -281,19 +281,3 @@ def run(arguments: argparse.Namespace) -> int:
     report = {"device": device, "torch": torch.__version__, "unproved": refused, "results": results}
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if complete else 2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("--heads", nargs="*", default=list(HEADS), help=f"default: {', '.join(HEADS)}")
-    parser.add_argument("--work", nargs="*", default=list(WORK), help=f"default: {', '.join(WORK)}")
-    parser.add_argument("--unproved", action="store_true", help="time forms without a valid gate too, and say so")
-    parser.add_argument("--out", type=Path, default=Path("bench_gdn.json"), help="JSON with every number")
-    parser.set_defaults(run=run)
-
-
-if __name__ == "__main__":
-    made = argparse.ArgumentParser(prog="isoexec bench gdn")
-    add_arguments(made)
-    chosen = made.parse_args()
-    sys.exit(chosen.run(chosen))

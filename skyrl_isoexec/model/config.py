@@ -272,11 +272,6 @@ class DecoderConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def norm_eps(self) -> tuple[float, ...]:
-        """Every eps that a norm adds, ascending."""
-        return tuple(sorted({self.rms_norm_eps, *((self.latent_norm_eps,) if self.latent else ())}))
-
-    @property
     def hybrid(self) -> bool:
         """Whether some layers are gated delta rules."""
         return self.full_attention_interval != 1

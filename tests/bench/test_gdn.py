@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from skyrl_isoexec.bench import gdn
+from skyrl_isoexec.bench.commands import add_parser
 from skyrl_isoexec.kernels.numeric.gdn_heads import GdnHeads
 
 HEADS = GdnHeads(num_key_heads=16, num_value_heads=32, key_width=128, value_width=128)
@@ -29,8 +30,11 @@ def test_no_ratio_without_the_stock_arm() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_it_refuses_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    gdn.add_arguments(parser)
-    arguments = parser.parse_args([])
-    assert arguments.run(arguments) == 2 and "no CUDA device" in capsys.readouterr().err
-    arguments = parser.parse_args(["--heads", "third"])
-    assert arguments.run(arguments) == 2 and "unknown ['third']" in capsys.readouterr().err
+    add_parser(parser.add_subparsers())
+    for more, said in (
+        ([], "no CUDA device"),
+        (["--heads", *gdn.HEADS, "--work", *gdn.WORK], "no CUDA device"),
+        (["--heads", "third", "--work", "rest"], "unknown ['third', 'rest']"),
+    ):
+        arguments = parser.parse_args(["bench", "gdn", *more])
+        assert arguments.run(arguments) == 2 and said in capsys.readouterr().err

@@ -263,6 +263,23 @@ def test_the_ways_are_compared_without_a_definition(op, change, check, stopping,
         prove(op, stopping, change(op), dtypes={"bf16": torch.bfloat16}, definition=None)
 
 
+@pytest.mark.parametrize("op", FORMS)
+@pytest.mark.parametrize(("key_width", "width"), gdn_proof.NARROW)
+def test_a_change_in_one_other_width_is_found(op, key_width, width, stopping, difference, monkeypatch) -> None:
+    """In decode alone, and only of heads that are not as wide as those of most cases."""
+    gate = importlib.import_module(f"skyrl_isoexec.kernels.{op}.gate")
+    cpu, changed = importlib.import_module(f"skyrl_isoexec.kernels.{op}.cpu"), another_chunk_in_decode(op)
+
+    def gdn_paged(*operands, schedule: Schedule) -> Tensor:
+        is_changed = (operands[11].key_width, operands[11].value_width) == (key_width, width)
+        return (changed if is_changed else cpu).gdn_paged(*operands, schedule=schedule)
+
+    monkeypatch.setattr(gate, "TENSOR_CORE_HEADS", gate.HEADS)
+    impl = SimpleNamespace(**vars(cpu) | {"gdn_paged": gdn_paged})
+    with pytest.raises(difference, match=f"bf16 {key_width} by {width} decode.*elements differ"):
+        prove(op, stopping, impl, dtypes={"bf16": torch.bfloat16}, definition=None)
+
+
 def a_reader_that_writes(op: str) -> SimpleNamespace:
     """The page that a step reads, cleared where the step goes on in another one."""
     cpu = importlib.import_module(f"skyrl_isoexec.kernels.{op}.cpu")

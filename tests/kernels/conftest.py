@@ -1,12 +1,19 @@
-"""What the tests of operators share: the dtypes they run for, and equality of bits with NaN in the same places."""
+"""What the tests of operators share: the dtypes they run for, and equality of bits with NaN in the same places.
 
+They find `hopper_source` beside them.
+"""
+
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from skyrl_isoexec.schedule.bits import canonical, count_mismatches
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from skyrl_isoexec.kernels.numeric import gdn_cases
+from skyrl_isoexec.kernels.numeric import gdn_cases, gdn_proof
 from skyrl_isoexec.kernels.numeric.gdn_cases import Case
 from skyrl_isoexec.kernels.numeric.gdn_requests import Paged, Subject
 from skyrl_isoexec.kernels.numeric.proof import DTYPES, Proof
@@ -62,6 +62,9 @@ def test_the_gate_of_an_order_that_is_hidden(form, monkeypatch: pytest.MonkeyPat
     assert not proof.failures
     assert proof.hazards["bf16 within the bound"] > 10**4
     assert not any("definition" in name or "states after" in name for name in proof.checks)
+    for key_width, width in gdn_proof.NARROW:
+        assert proof.checks[f"bf16 {key_width} by {width} decode"].comparisons == 2 * 133  # page sizes, steps
+        assert proof.hazards[f"bf16 {key_width} by {width} within the bound"] > 10**4
 
 
 BOUNDS = {"normal": 2e-6, "zeros": 2e-6, "gates": 1e-3}

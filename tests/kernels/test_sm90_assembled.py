@@ -16,19 +16,14 @@ import pytest
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="compiles")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, CompiledKernel, compile  # noqa: E402
+from hopper_source import TARGET, source_of  # noqa: E402
+from triton.compiler import CompiledKernel, compile  # noqa: E402
 
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
 from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk  # noqa: E402
 
 FOLDER = sm90.ASSEMBLER.parent
-SHAPES = {
-    "C": 64, "DK": 128, "DV": 128, "HK": 2, "HV": 4, "W": 4, "BV": 32, "PAGE": 128, "PAGED": True, "ALONE": True,
-}  # fmt: skip
-FLOATS = ("decay", "beta", "gate", "blocks", "recurrent")
-NUMBERS = ("base", "owner", "query_start", "seq_lens", "table")
 KERNELS = {
     "prepare": (sm90_gdn_chunk.prepare, {"DK": 16, "HK": 1, "HV": 2}, {}),
     "attend": (triton_outputs.attend, {}, {}),
@@ -36,20 +31,11 @@ KERNELS = {
     "close of cpr": (triton_recur.close, {}, {}),
     "step of many columns": (triton_step.step, {"BV": 128}, {"maxnreg": 168}),
 }
-"""Name -> kernel, constants that differ from `SHAPES`, options; the last is a decode step as it is launched."""
+"""Name -> kernel, constants that differ from the usual, options; the last is a decode step as it is launched."""
 SEEN = ("prepare", "attend", "step", "close of cpr")
 """Those that the other assembler mixes up."""
 ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
 """The high word of an addition of 64 bits, with a constant."""
-
-
-def type_of(name: str) -> str:
-    """Of an argument, by its name."""
-    if name in NUMBERS or name in FLOATS:
-        return "*i32" if name in NUMBERS else "*fp32"
-    if name == "scale":
-        return "fp32"
-    return "i32" if name.startswith("num_") else "i64" if name.endswith("_stride") else "*bf16"
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +45,7 @@ def compiled() -> Callable[[str], CompiledKernel]:
     @functools.cache
     def make(name: str) -> CompiledKernel:
         kernel, changes, options = KERNELS[name]
-        constants = {key: value for key, value in (SHAPES | changes).items() if key in kernel.arg_names}
-        signature = {key: "constexpr" if key in constants else type_of(key) for key in kernel.arg_names}
-        whole = [["tt.divisibility", 16]]
-        kinds = {
-            (i,): whole
-            for i, key in enumerate(kernel.arg_names)
-            if signature[key].startswith("*") or key.endswith("_stride")
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=kinds)
-        return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **sm90.EXACT, **options})
+        return compile(source_of(kernel, changes), target=TARGET, options={"num_warps": 4, **sm90.EXACT, **options})
 
     return make
 

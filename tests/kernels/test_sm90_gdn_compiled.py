@@ -13,44 +13,25 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="compiles")
 
 import triton.language as tl  # noqa: E402
+from hopper_source import TARGET, source_of  # noqa: E402
 
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
-from skyrl_isoexec.kernels.numeric import sm90_gdn_chunk  # noqa: E402
-
-SHAPES = {
-    "C": 64, "DK": 128, "DV": 128, "HK": 2, "HV": 4, "W": 4, "BV": 64, "PAGE": 128, "PAGED": True, "RESUME": True,
-    "STAGES": 2, "ALONE": True, "CHANNELS": 128,
-}  # fmt: skip
-FLOATS = ("decay", "beta", "gate", "blocks", "recurrent", "steps")
-NUMBERS = ("base", "owner", "query_start", "seq_lens", "table")
+from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk  # noqa: E402
+from skyrl_isoexec.kernels.numeric.gdn_proof import NARROW  # noqa: E402
 
 
-def type_of(name: str) -> str:
-    """Of an argument, by its name."""
-    if name in NUMBERS or name in FLOATS:
-        return "*i32" if name in NUMBERS else "*fp32"
-    if name == "scale":
-        return "fp32"
-    return "i32" if name.startswith("num_") else "i64" if name.endswith("_stride") else "*bf16"
-
-
-def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
+def products(kernel: triton.JITFunction, **changes: int) -> Iterator[tuple[str, str]]:
     """(accumulator, operation that made it) of every product of a kernel, after Triton's rewriting."""
     from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import make_backend
 
-    constants = {name: SHAPES[name] for name in kernel.arg_names if name in SHAPES}
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
-    source, backend = ASTSource(fn=kernel, signature=signature, constexprs=constants), make_backend(
-        GPUTarget("cuda", 90, 32)
-    )  # fmt: skip
-    options, context, stages = backend.parse_options({"enable_fp_fusion": False}), ir.context(), {}
+    source, backend = source_of(kernel, changes), make_backend(TARGET)
+    options, context, stages = backend.parse_options(sm90.EXACT), ir.context(), {}
     ir.load_dialects(context)
     backend.load_dialects(context)
     module = source.make_ir(
-        GPUTarget("cuda", 90, 32),
+        TARGET,
         options,
         backend.get_codegen_implementation(options),
         backend.get_module_map(),
@@ -63,6 +44,7 @@ def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
         yield accumulator, made.get(accumulator, "argument")
 
 
+@pytest.mark.parametrize(("key_width", "width"), [(128, 128), *NARROW])
 @pytest.mark.parametrize(
     "kernel, zeros, started",
     [
@@ -75,9 +57,9 @@ def products(kernel: triton.JITFunction) -> Iterator[tuple[str, str]]:
         (triton_recur.close, 9, 1),
     ],
 )
-def test_a_product_starts_from_what_is_written(kernel, zeros, started):
+def test_a_product_starts_from_what_is_written(kernel, zeros, started, key_width, width):
     """From zeros, or from an accumulator that the kernel names: never from a sum that Triton has moved into it."""
-    found = [operation for _, operation in products(kernel)]
+    found = [operation for _, operation in products(kernel, DK=key_width, DV=width, BV=32)]
     assert found.count("arith.constant") == zeros and len(found) == zeros + started
     assert not {"arith.addf", "arith.subf"} & set(found)
 

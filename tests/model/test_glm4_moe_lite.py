@@ -287,7 +287,6 @@ def test_a_published_configuration() -> None:
         dtype="bfloat16",
     )
     assert config.latent and config.latent_width == 576 and config.scale == 256**-0.5
-    assert config.norm_eps == (1e-6, 1e-5)
     assert "mla" in config.operators and not {"attention", "gdn"} & set(config.operators)
     for tp in (1, 2, 4):
         check_partition(config, num_leaves=8, tp=tp)

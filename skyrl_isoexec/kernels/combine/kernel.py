@@ -127,7 +127,7 @@ def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(size, dtype=torch.int64, device=device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     programs = triton.cdiv(size + num_experts + 1, MINE)
-    _count[(programs,)](flat, order, starts, size, num_experts, MINE=MINE, OTHERS=128, num_warps=4)
+    _count[(programs,)](flat, order, starts, size, num_experts, MINE=MINE, OTHERS=128, num_warps=4, **EXACT)
     return order, starts
 
 
@@ -136,7 +136,7 @@ def _rows_of(order_S: Tensor) -> Tensor:
     size = order_S.shape[0]
     rows = torch.empty(size, dtype=torch.int32, device=order_S.device)
     if size:
-        _invert[(triton.cdiv(size, BLOCK),)](order_S, rows, size, BLOCK=BLOCK, num_warps=4)
+        _invert[(triton.cdiv(size, BLOCK),)](order_S, rows, size, BLOCK=BLOCK, num_warps=4, **EXACT)
     return rows
 
 
@@ -184,7 +184,7 @@ def _gathered(x_TH: Tensor, order_S: Tensor, top_k: int) -> Tensor:
     out = torch.empty(num_rows, width, dtype=x_TH.dtype, device=x_TH.device)
     if out.numel():
         grid = (num_rows, triton.cdiv(width, BLOCK))
-        _expand[grid](x_TH, order_S, out, num_tokens, top_k, width, BLOCK=BLOCK, num_warps=4)
+        _expand[grid](x_TH, order_S, out, num_tokens, top_k, width, BLOCK=BLOCK, num_warps=4, **EXACT)
     return out
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from skyrl_isoexec.kernels.embedding import spec
-from skyrl_isoexec.kernels.numeric.sm90 import narrow, needs_grad, require, require_bf16
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, narrow, needs_grad, require, require_bf16
 
 __all__ = ["embedding"]
 
@@ -34,7 +34,7 @@ def _run(ids_T: Tensor, w_VH: Tensor) -> Tensor:
     out = torch.empty(ids_T.shape[0], width, dtype=w_VH.dtype, device=w_VH.device)
     if out.numel():
         grid = (ids_T.shape[0], triton.cdiv(width, BLOCK))
-        _gather[grid](ids_T.contiguous(), w_VH, out, num_rows, width, BLOCK=BLOCK, num_warps=4)
+        _gather[grid](ids_T.contiguous(), w_VH, out, num_rows, width, BLOCK=BLOCK, num_warps=4, **EXACT)
     return out
 
 

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skyrl_isoexec.kernels.experts import spec
 from skyrl_isoexec.kernels.experts.triton_loops import grouped, grouped_tma, weight_gradient
-from skyrl_isoexec.kernels.numeric.sm90 import needs_grad, power_of_two, require, require_bf16
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, needs_grad, power_of_two, require, require_bf16
 from skyrl_isoexec.kernels.numeric.sm90_product import Tile, is_aligned, num_processors, rows_of
 from skyrl_isoexec.kernels.numeric.sm90_tiles import Table
 
@@ -62,13 +62,13 @@ def forward(x_SK: Tensor, w_ENK: Tensor, starts_E1: Tensor, out_dtype: torch.dty
         w_MK = w_ENK.as_strided((num_experts * num_n, num_k), (w_ENK.stride(1), 1))
         grouped_tma[(programs,)](
             TensorDescriptor.from_tensor(x_SK, [tile.m, tile.k]), TensorDescriptor.from_tensor(w_MK, [tile.n, tile.k]),
-            starts_E1, out, num_rows, num_experts, num_n, num_k, BM=tile.m, BN=tile.n, BK=tile.k, **options,
+            starts_E1, out, num_rows, num_experts, num_n, num_k, BM=tile.m, BN=tile.n, BK=tile.k, **options, **EXACT,
         )  # fmt: skip
         return out
     grouped[(programs,)](
         x_SK, w_ENK, starts_E1, out, num_rows, num_experts, num_n, num_k, x_SK.stride(0), w_ENK.stride(0),
         w_ENK.stride(1), BM=tile.m, BN=tile.n, BK=tile.k, SWAP=tile.kind == "swap", ACROSS=False,
-        WHOLE=num_k % tile.k == 0, **options,
+        WHOLE=num_k % tile.k == 0, **options, **EXACT,
     )  # fmt: skip
     return out
 
@@ -88,13 +88,13 @@ def gradients(
                 dy_SN, w_ENK, starts_E1, dx, num_rows, num_experts, num_k, num_n, dy_SN.stride(0), w_ENK.stride(0),
                 w_ENK.stride(1), BM=tile.m, BN=tile.n, BK=tile.k, SWAP=False, ACROSS=True,
                 WHOLE=num_n % tile.k == 0, GROUPS=power_of_two(num_experts + 2), num_warps=tile.warps,
-                num_stages=tile.stages,
+                num_stages=tile.stages, **EXACT,
             )  # fmt: skip
     if needs[1]:
         dw = torch.empty(num_experts, num_n, num_k, dtype=w_ENK.dtype, device=x_SK.device)
         weight_gradient[(triton.cdiv(num_n, tile.m) * triton.cdiv(num_k, tile.n), num_experts)](
             dy_SN, x_SK, starts_E1, dw, num_rows, num_n, num_k, dy_SN.stride(0), x_SK.stride(0),
-            BN=tile.m, BK=tile.n, BM=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+            BN=tile.m, BK=tile.n, BM=tile.k, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
     return dx, dw
 

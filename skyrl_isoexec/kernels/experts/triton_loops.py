@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from skyrl_isoexec.kernels.numeric.sm90 import SUM_TYPE, dot, narrow
-from skyrl_isoexec.kernels.numeric.sm90_product import _leaf
+from skyrl_isoexec.kernels.numeric.sm90_product import leaf_sum
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def grouped(
         if ACROSS:
             node = _across(x, mine, at_rows, columns, num_n, stride_x, stride_w, here, BK, WHOLE)
         else:
-            node = _leaf(x, mine, at_rows, at_columns, stride_x, stride_w, tile * 0, here, BK, SWAP, WHOLE)
+            node = leaf_sum(x, mine, at_rows, at_columns, stride_x, stride_w, tile * 0, here, BK, SWAP, WHOLE)
         y = narrow(node, out.dtype.element_ty)
         if SWAP:
             there = (columns[:, None] < num_n) & (rows[None, :] < last)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from skyrl_isoexec.kernels.mla.loops_sm90 import load_parts, request_of, scores
-from skyrl_isoexec.kernels.numeric.sm90 import LOG2_E, dot, narrow, needs_grad, power_of_two, widen
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, LOG2_E, dot, narrow, needs_grad, power_of_two, widen
 from skyrl_isoexec.schedule import Schedule
 
 ROWS, KEYS = 32, 64
@@ -33,6 +33,13 @@ def _store_parts(x, row, there, a, b, L: tl.constexpr, R: tl.constexpr):
     at = x + row[None, :] * (L + R)
     tl.store(at + left, narrow(a, x.dtype.element_ty), mask=there[None, :] & (left < L))
     tl.store(at + L + right, narrow(b, x.dtype.element_ty), mask=there[None, :] & (right < R))
+
+
+@triton.jit
+def _probabilities(s, scale, e):
+    """Probabilities from scores that are not yet scaled, and the logarithms of their rows."""
+    zero = tl.zeros(s.shape, tl.float32)
+    return tl.exp2(tl.math.fma(s, zero + scale * LOG2_E, zero - e[None, :]))
 
 
 @triton.jit
@@ -64,7 +71,7 @@ def grad_queries(
         k, k_rotated = load_parts(c, first.to(tl.int64) + j, j < length, L, R, LW, RW, True)
         s = scores(k, k_rotated, x, x_rotated)
         seen = j[:, None] <= position[None, :]
-        p = tl.where(seen, tl.exp2(s * (scale * LOG2_E) - e[None, :]), 0.0)
+        p = tl.where(seen, _probabilities(s, scale, e), 0.0)
         dp = dot(k, tl.trans(g), tl.zeros((BKV, BM), tl.float32))
         ds = narrow(p * (dp - d[None, :]) * scale, tl.bfloat16)
         a, b = dot(tl.trans(k), ds, a), dot(tl.trans(k_rotated), ds, b)
@@ -94,7 +101,7 @@ def grad_keys(
         e, d = tl.load(lse + at, mask=there, other=0.0), tl.load(delta + at, mask=there, other=0.0)
         s = scores(k, k_rotated, x, x_rotated)
         seen = there[None, :] & (j[:, None] <= row[None, :] // N)
-        p = tl.where(seen, tl.exp2(s * (scale * LOG2_E) - e[None, :]), 0.0)
+        p = tl.where(seen, _probabilities(s, scale, e), 0.0)
         dp = dot(k, tl.trans(g), tl.zeros((BKV, BM), tl.float32))
         ds = narrow(p * (dp - d[None, :]) * scale, tl.bfloat16)
         a = dot(tl.trans(g), tl.trans(narrow(p, tl.bfloat16)), a)
@@ -120,14 +127,14 @@ def gradients(
     delta = torch.empty_like(lse_TN)
     grad_queries[(num_tokens * num_heads // ROWS + num_requests,)](
         q_TNQ, c_TQ, out_TNL, grad_TNL, lse_TN, delta, grad_q, starts, num_requests, scale,
-        num_warps=4, **fixed,
+        num_warps=4, **fixed, **EXACT,
     )  # fmt: skip
     tiles = num_tokens // KEYS + num_requests
     splits = max(1, min(SPLITS, PROGRAMS // tiles))
     parts = torch.empty(splits, num_tokens, width, dtype=torch.float32, device=q_TNQ.device)
     grad_keys[(tiles, splits)](
         q_TNQ, c_TQ, grad_TNL, lse_TN, delta, parts, starts, num_requests, num_tokens, scale,
-        num_warps=8, **fixed,
+        num_warps=8, **fixed, **EXACT,
     )  # fmt: skip
     return grad_q, parts.sum(0).to(c_TQ.dtype)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from skyrl_isoexec.kernels.numeric.sm90 import SUM_TYPE, dot, narrow
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, SUM_TYPE, dot, narrow
 from skyrl_isoexec.kernels.numeric.sm90_product import Tile
 
 TILES = (
@@ -72,6 +72,6 @@ def heads(x_TNK: Tensor, w_NMK: Tensor, tile: Tile | None = None) -> Tensor:
         _product[(triton.cdiv(num_t, tile.m) * triton.cdiv(num_m, tile.n), num_heads)](
             x_TNK, w_NMK, y_TNM, num_t, num_m, depth, *x_TNK.stride()[:2], *w_NMK.stride(), *y_TNM.stride()[:2],
             BT=tile.m, BM=tile.n, BK=tile.k, SWAP=tile.kind == "swap", WHOLE=depth % tile.k == 0,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
     return y_TNM

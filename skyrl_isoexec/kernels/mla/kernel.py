@@ -21,7 +21,7 @@ from skyrl_isoexec.kernels.mla.backward_sm90 import differentiable
 from skyrl_isoexec.kernels.mla.heads_sm90 import TILES as HEAD_TILES
 from skyrl_isoexec.kernels.mla.heads_sm90 import heads as forward_heads
 from skyrl_isoexec.kernels.mla.spec import mla_cache_shape
-from skyrl_isoexec.kernels.numeric.sm90 import needs_grad, power_of_two, require, require_bf16
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, needs_grad, power_of_two, require, require_bf16
 from skyrl_isoexec.kernels.numeric.sm90_product import num_processors
 from skyrl_isoexec.schedule import Schedule
 
@@ -79,7 +79,7 @@ def _attend(
     scratch = torch.empty(programs, rows, fixed["LW"], dtype=torch.float32, device=q.device)
     loops.attend[(programs,)](
         q, c, table, starts, lengths, out, lse, scratch, num_requests, num_tiles, table.stride(0), shortest,
-        scale * LOG2_E, BM=rows, PAGE=page, LSE=is_lse, num_warps=warps, num_stages=stages, **fixed,
+        scale * LOG2_E, BM=rows, PAGE=page, LSE=is_lse, num_warps=warps, num_stages=stages, **fixed, **EXACT,
     )  # fmt: skip
 
 
@@ -125,8 +125,9 @@ def write_latent(c_TQ: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     num_pages, page_size, width = cache.shape
     if slots_T.shape[0]:
         loops.store[(slots_T.shape[0],)](
-            c_TQ.contiguous(), cache, slots_T.contiguous(), num_pages * page_size, Q=width, WIDTH=power_of_two(width)
-        )
+            c_TQ.contiguous(), cache, slots_T.contiguous(), num_pages * page_size, Q=width, WIDTH=power_of_two(width),
+            **EXACT,
+        )  # fmt: skip
 
 
 def paged(
@@ -158,11 +159,11 @@ def paged(
         loops.attend_split[(num_requests, split)](
             q_TNQ, cache, block_table, query_start, seq_lens, maxima, sums, accs, num_parts, shortest,
             block_table.stride(0), scale * LOG2_E, BM=rows, PAGE=page_size, BY_TOKEN=is_decode,
-            num_warps=warps, num_stages=stages, **fixed,
+            num_warps=warps, num_stages=stages, **fixed, **EXACT,
         )  # fmt: skip
         loops.merge[(num_requests, num_heads)](
             maxima, sums, accs, query_start, seq_lens, out, num_parts, shortest, N=num_heads, L=latent, LW=fixed["LW"],
-            BM=rows, PART=schedule.kv_partition, BY_TOKEN=is_decode, num_warps=1,
+            BM=rows, PART=schedule.kv_partition, BY_TOKEN=is_decode, num_warps=1, **EXACT,
         )  # fmt: skip
         if is_decode:
             return out

@@ -9,6 +9,7 @@ Shapes: T tokens, V value heads, D their width, R requests, P pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,8 @@ SHAPES = (
     (1, 3, 16, 70, 3, (33, 16), 32),
     (4, 4, 20, 64, 9, (130,), 128),
 )
+NARROW = ((64, 64), (16, 32))
+"""Key and value widths of fewer checks, where the tensor core hides the order; all others have `heads` as given."""
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-5}
 """Of the largest output: how far one may lie from float64."""
 FINITE_KINDS, BOUNDED_KINDS = ("normal", "gates", "zeros", "hazards"), ("normal", "zeros")
@@ -44,9 +47,9 @@ def prove(s: Subject) -> None:
     if s.definition is not None:
         _states(s)
         _shapes(s)
-    many = _many(s)
-    _cuts(s, *many)
-    _decode(s, *many)
+    _ways(s, range(2 * s.schedule.gdn_chunk + BEYOND // 2 + 1))
+    if s.definition is None:
+        _narrow(s)
     _batch(s)
     _pages(s)
     _prefix(s)
@@ -109,11 +112,28 @@ def _shapes(s: Subject) -> None:
         s.equal("shapes", expected, found, at=f"{case}, chunk {chunk}")
 
 
-def _many(s: Subject) -> tuple[Case, list[int], Tensor, list[Paged]]:
-    """A request for each place up to just past two chunks, those places, o, and one prefill for each page size."""
+def _narrow(s: Subject) -> None:
+    """Heads of other widths, and fewer places: beside ends of blocks of 16 rows and of chunks."""
     chunk = s.schedule.gdn_chunk
-    length, places = 2 * chunk + BEYOND, list(range(2 * chunk + BEYOND // 2 + 1))
-    case = Case(lengths=(length,) * len(places), heads=s.few)
+    places = (0, 1, 15, 16, 17, chunk - 1, chunk, chunk + 1, chunk + 16, 2 * chunk - 1, 2 * chunk)
+    for key_width, width in NARROW:
+        heads = replace(s.heads, key_width=key_width, value_width=width)
+        narrow = replace(s, heads=heads, label=f"{s.label} {key_width} by {width}")
+        _definition(narrow)
+        _ways(narrow, places)
+
+
+def _ways(s: Subject, places: Sequence[int]) -> None:
+    """Prefills in one piece and cut at every place, and decode steps from every place on."""
+    many = _many(s, places)
+    _cuts(s, *many)
+    _decode(s, *many)
+
+
+def _many(s: Subject, places: Sequence[int]) -> tuple[Case, Sequence[int], Tensor, list[Paged]]:
+    """A request of just past two chunks for each place, the places, o, and one prefill for each page size."""
+    chunk = s.schedule.gdn_chunk
+    case = Case(lengths=(2 * chunk + BEYOND,) * len(places), heads=s.few)
     whole, prefills = s.packed(case), []
     for page_size in (chunk, 2 * chunk):
         prefill = Paged(s, case, page_size)
@@ -124,7 +144,7 @@ def _many(s: Subject) -> tuple[Case, list[int], Tensor, list[Paged]]:
     return case, places, whole, prefills
 
 
-def _cuts(s: Subject, case: Case, places: list[int], whole: Tensor, prefills: list[Paged]) -> None:
+def _cuts(s: Subject, case: Case, places: Sequence[int], whole: Tensor, prefills: list[Paged]) -> None:
     """A prefill cut at every position: request r after its first r tokens."""
     for prefill in prefills:
         paged, length = Paged(s, case, prefill.page_size, strided=True), case.lengths[0]
@@ -138,7 +158,7 @@ def _cuts(s: Subject, case: Case, places: list[int], whole: Tensor, prefills: li
             _same_states(s, "states after a cut prefill", prefill, paged, length, at)
 
 
-def _decode(s: Subject, case: Case, places: list[int], whole: Tensor, prefills: list[Paged]) -> None:
+def _decode(s: Subject, case: Case, places: Sequence[int], whole: Tensor, prefills: list[Paged]) -> None:
     """Decode steps from every position: request r after a prefill of its first r tokens, all requests in one batch."""
     for prefill in prefills:
         paged, length = Paged(s, case, prefill.page_size), case.lengths[0]

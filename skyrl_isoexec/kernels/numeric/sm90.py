@@ -1,9 +1,9 @@
 """Shared arithmetic for Triton kernels: the pieces whose order or rounding decides bits, and checks of operands.
 
 Notable: a sum inside a tile is `tree`, a balanced tree over neighbours made of two-element sums, so that it depends on
-neither the layout of registers nor the number of warps. `exp` is `numeric.reference.exp`, bit for bit, where a kernel
-is compiled with `enable_fp_fusion=False` (`EXACT` below). Triton's interpreter truncates where the chip rounds to bf16
-and has no bf16 product: `narrow` and `dot` stand in for both there, with float64 sums.
+neither the layout of registers nor the number of warps. Every kernel is launched with `EXACT`, so that `exp` is
+`numeric.reference.exp`, bit for bit. Triton's interpreter truncates where the chip rounds to bf16 and has no bf16
+product: `narrow` and `dot` stand in for both there, with float64 sums.
 
 Importing this module chooses the assembler of every Triton kernel of the process, see `choose_assembler`.
 """
@@ -24,7 +24,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 SUM_TYPE = tl.constexpr(tl.float64 if triton.knobs.runtime.interpret else tl.float32)
 """Type of the accumulator of a product: float64 stands for the tensor core's order in the interpreter."""
 EXACT = {"enable_fp_fusion": False}
-"""Launch options of a kernel whose products and sums each round on their own."""
+"""Launch options of every kernel: products and sums each round on their own, and what is fused is written as `fma`."""
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 """Of Triton's two assemblers, which its wheel holds, the one that it takes for newer chips."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from skyrl_isoexec.kernels.numeric.sm90 import SUM_TYPE, dot, narrow, widen
+from skyrl_isoexec.kernels.numeric.sm90 import EXACT, SUM_TYPE, dot, narrow, widen
 
 GROUP = 8
 """Tile rows that neighbouring programs share, so that the weight is read from the L2 cache."""
@@ -101,7 +101,7 @@ def _place(tile, num_m, num_n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def _leaf(
+def leaf_sum(
     x, w, rows, columns, stride_x, stride_w, first, depth,
     BK: tl.constexpr, SWAP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _product(
     at_rows, at_columns = tl.minimum(rows, num_m - 1), tl.minimum(columns, num_n - 1)
     for leaf in tl.static_range(LEAVES):
         first = (part * LEAVES + leaf) * depth
-        node = _leaf(x, w, at_rows, at_columns, stride_x, stride_w, first, depth, BK, SWAP, WHOLE)
+        node = leaf_sum(x, w, at_rows, at_columns, stride_x, stride_w, first, depth, BK, SWAP, WHOLE)
         if leaf % 2 == 0:
             left_1 = node
         else:
@@ -268,7 +268,7 @@ def tree_sum(parts: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     size, num = out.numel(), parts.shape[0]
     block = max(16, 4096 // num)
     if size:
-        _tree_sum[(triton.cdiv(size, block),)](parts, out, size, num, block, num_warps=4)
+        _tree_sum[(triton.cdiv(size, block),)](parts, out, size, num, block, num_warps=4, **EXACT)
     return out
 
 
@@ -315,13 +315,14 @@ def product(
         _product_tma[(programs,)](
             x, w, side, bias, TensorDescriptor.from_tensor(out, [tile.m, width]), scratch, num_m, num_n,
             num_k // num_leaves, LEAVES=leaves, BM=tile.m, BN=main, SIDE=tile.side, BK=tile.k,
-            BIAS=bias_N is not None, GROUP=GROUP, DTYPE=tl.float32 if is_wide else tl.bfloat16, WIDTH=width, **options,
+            BIAS=bias_N is not None, GROUP=GROUP, DTYPE=tl.float32 if is_wide else tl.bfloat16, WIDTH=width,
+            **options, **EXACT,
         )  # fmt: skip
         return out
     _product[(num_tiles, tile.split)](
         x_MK, w_NK, bias, out, num_m, num_n, num_k // num_leaves, x_MK.stride(0), w_NK.stride(0),
         LEAVES=leaves, BM=tile.m, BN=tile.n, BK=tile.k, SWAP=tile.kind == "swap",
-        WHOLE=num_k // num_leaves % tile.k == 0, BIAS=bias_N is not None, GROUP=GROUP, **options,
+        WHOLE=num_k // num_leaves % tile.k == 0, BIAS=bias_N is not None, GROUP=GROUP, **options, **EXACT,
     )  # fmt: skip
     return out if tile.split == 1 else tree_sum(out, out_dtype)
 

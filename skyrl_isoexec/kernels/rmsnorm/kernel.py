@@ -44,7 +44,7 @@ def _run(x_TH: Tensor, residual_TH: Tensor | None, w_H: Tensor, eps: float, offs
 
 def _add_shares(shares: Tensor, dw: Tensor) -> None:
     columns, (num, width) = 16, shares.shape
-    loops.add_shares[(triton.cdiv(width, columns),)](shares, dw, width, NUM=num, BLOCK=columns, num_warps=4)
+    loops.add_shares[(triton.cdiv(width, columns),)](shares, dw, width, NUM=num, BLOCK=columns, num_warps=4, **EXACT)
 
 
 def _gradients(

@@ -50,9 +50,9 @@ class NativeModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Every tensor once, whole."""
+        """Every parameter once, whole."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        tensors = {f"model.{name}": tensor for name, tensor in self._tensors().items()}
+        tensors = {f"model.{name}": p for name, p in self.model.named_parameters()}
         group = parallel_state.get_tensor_model_parallel_group()
         return make_sharded_tensors_for_checkpoint(
             tensors, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=metadata["dp_cp_group"]
@@ -67,11 +67,5 @@ class NativeModel(MegatronModule):
         return super().load_state_dict(state, strict=strict, assign=assign)
 
     def export(self) -> dict[str, torch.Tensor]:
-        """Tensors by checkpoint name."""
-        return {name: tensor.detach() for name, tensor in self._tensors().items()}
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, then the buffers that a checkpoint has, such as the bias of a router."""
-        kept = self.model.state_dict()
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-        return dict(self.model.named_parameters()) | buffers
+        """Parameters by checkpoint name: all that a checkpoint of a model without experts has."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}

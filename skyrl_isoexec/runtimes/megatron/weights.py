@@ -33,9 +33,7 @@ def dtypes(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[st
     """Name -> type of what `export` yields with the same dtype: it, but for what is fp32 in a model of any dtype."""
     model = unwrap(module)
     if isinstance(model, NativeModel):
-        learned = {name for name, _ in model.model.named_parameters()}
-        found = {name: tensor.dtype for name, tensor in model.export().items()}
-        return {name: dtype if dtype is not None and name in learned else kind for name, kind in found.items()}
+        return {name: tensor.dtype if dtype is None else dtype for name, tensor in model.export().items()}
     config = model.stage.config
     if dtype is not None:
         config = replace(config, dtype=str(dtype).removeprefix("torch."))

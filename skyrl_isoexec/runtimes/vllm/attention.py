@@ -138,12 +138,21 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
-        batch, kernels = attn_metadata, self.kernels
-        kernels.write_kv(key, value, kv_cache, batch.slots_T)
-        kernels.attention_paged(
-            query, kv_cache, batch.block_table, batch.query_start, batch.seq_lens, self.scale, out=output
-        )
+        self._attend(query, key, value, kv_cache, attn_metadata, output)
         return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: PagedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        self.kernels.write_kv(key, value, kv_cache, batch.slots_T)
+        described = (batch.block_table, batch.query_start, batch.seq_lens)
+        self.kernels.attention_paged(query, kv_cache, *described, self.scale, out=output)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM after the initial load and after every update of the weights."""

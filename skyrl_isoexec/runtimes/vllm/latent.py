@@ -28,29 +28,19 @@ class PagedLatent(PagedAttention):
         super().__init__(*arguments, **named)
         self.latent = latent
 
-    def forward(
+    def _attend(
         self,
-        layer: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: PagedMetadata | None,
+        batch: PagedMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Stores key [T, 1, Q], of which `value` is a view, attends query [T, N, Q], writes `output` [T, N, L].
-
-        Without metadata (the engine measures its memory) there is no cache, and the output is zero.
-        """
-        if attn_metadata is None:
-            return output.zero_()
-        batch, kernels = attn_metadata, self.kernels
-        kernels.write_latent(key[:, 0], kv_cache, batch.slots_T)
+    ) -> None:
+        """Stores key [T, 1, Q], of which `value` is a view, attends query [T, N, Q], writes `output` [T, N, L]."""
+        self.kernels.write_latent(key[:, 0], kv_cache, batch.slots_T)
         described = (batch.block_table, batch.query_start, batch.seq_lens)
-        kernels.mla_paged(query, kv_cache, *described, self.scale, self.latent, out=output)
-        return output
+        self.kernels.mla_paged(query, kv_cache, *described, self.scale, self.latent, out=output)
 
 
 class LatentBackend(PagedBackend):

@@ -1,9 +1,10 @@
 """Ranks of the unified model in Megatron's stack, run by `main` in a process of its own.
 
 It imports everything once and forks the ranks of one case after the other; each writes what it found, or why it failed.
-A rank scores fixed batches (no gradients), probes, trains two steps with recomputation and the distributed optimizer,
-scores again, saves, trains a third step, loads into a fresh model, trains the third step once more, and exports. One of
-RESHARDS saves at one tensor- and expert-parallel size and loads at others.
+A rank scores fixed batches (no gradients), probes, computes the same batches as training does, also in a wrong order,
+trains two steps with recomputation and the distributed optimizer, each replica on its own part, scores again, saves,
+trains a third step, loads into a fresh model, trains the third step once more, and exports. One of RESHARDS saves at
+one tensor- and expert-parallel size and loads at others.
 """
 
 import multiprocessing
@@ -92,7 +93,37 @@ class Trainer:
     def gradients(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of the tokens within RAGGED, by name."""
         self.run([ids], train=True, lengths=RAGGED, step=False)
+        return self.held()
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last run, by name."""
         return {name: p.main_grad.clone() for name, p in self.trained()}
+
+    def without_recomputation(self, micro: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict]:
+        """Log-probabilities and gradients of a run that keeps every layer's activations."""
+        config = self.model.module.config
+        config.recompute_granularity = None
+        found = self.run(micro, train=True, step=False), self.held()
+        config.recompute_granularity = RECOMPUTE["recompute_granularity"]
+        return found
+
+    def exchanged(self, micro: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Log-probabilities of training in which linears, the head among them, exchange their first and last term.
+
+        The head's sums are fp32 in a model of any dtype, so that no rounding hides the exchange.
+        """
+        kernels = self.model.module.stage.kernels
+        stated = kernels.linear
+
+        def linear(x_TK: torch.Tensor, w_NK: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+            order = torch.arange(w_NK.shape[1])
+            order[[0, -1]] = order[[-1, 0]]
+            return stated(x_TK[:, order], w_NK[:, order], *rest, **named)
+
+        object.__setattr__(kernels, "linear", linear)
+        found = self.run(micro, train=True, step=False)
+        object.__setattr__(kernels, "linear", stated)
+        return found
 
     def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters with a gradient: all but the bias of a router."""
@@ -153,15 +184,19 @@ def train(checkpoint: str, dtype: str, output: Path) -> dict:
     from skyrl_isoexec.runtimes.megatron.weights import dtypes, export, shapes
 
     micro = batches()
-    mine = micro[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    part = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
+    mine = micro[part]
     trainer = Trainer(checkpoint, dtype)
     result = {"before": trainer.run(micro, train=False), "probe": probe(trainer.model)}
     result["padded"] = trainer.run([padded(0)], train=False)
     result["packed"] = trainer.run([packed()], train=False)
     result["gradients"] = [trainer.gradients(padded(token)) for token in (0, 17, 0)]
-    result["training"], result["norms"] = [], []
+    result["recomputed"] = trainer.run(micro, train=True, step=False), trainer.held()
+    result["kept"] = trainer.without_recomputation(micro)
+    result["exchanged"] = trainer.exchanged(micro)
+    result["part"], result["own"], result["norms"] = part, [], []
     for _ in range(2):
-        result["training"].append(trainer.run(mine, train=True))
+        result["own"].append(trainer.run(mine, train=True))
         result["norms"].append(trainer.norm)
     result["after"] = trainer.run(micro, train=False)
     trainer.save(output / "saved")

@@ -1,36 +1,34 @@
-"""The stock model under Megatron: a router's bias, a buffer of transformers' class, is exported and never rounded."""
+"""The stock model under Megatron: it exports and loads the tensors of a checkpoint, all of which are parameters."""
 
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
-from rank_cases import LATENT
+from rank_cases import DENSE, HYBRID
 
 from skyrl_isoexec.model import checkpoint, families
 from skyrl_isoexec.runtimes.megatron.native import NativeModel
 from skyrl_isoexec.runtimes.megatron.weights import dtypes, shapes
 
 
-def test_a_bias_is_exported_in_fp32(tmp_path: Path) -> None:
-    config = families.from_hf(LATENT, dtype="float32")
+@pytest.mark.parametrize("hf", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_it_exports_what_a_checkpoint_has(hf: dict, tmp_path: Path) -> None:
+    """No buffer among it: of the families that this arm takes, those with experts are refused before."""
+    config = families.from_hf(hf, dtype="float32")
     tensors = dict(checkpoint.random_tensors(config, seed=5))
-    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
-    assert len(biases) == config.num_layers - config.first_dense_layers
-    for number, name in enumerate(biases, start=3):
-        tensors[name] = torch.linspace(-0.2, 0.2, len(tensors[name])) / number
-    checkpoint.save(tmp_path / "model", LATENT, tensors)
+    checkpoint.save(tmp_path / "model", hf, tensors)
     sizes = {
         "num_layers": config.num_layers,
-        "hidden_size": 48,
-        "num_attention_heads": 4,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
         "use_cpu_initialization": True,
     }
     model = NativeModel(TransformerConfig(**sizes), tmp_path / "model", torch.bfloat16)
+    kept = model.model.state_dict().keys() - ({"lm_head.weight"} if config.tied_head else set())
     found = model.export()
-    assert found.keys() == tensors.keys() == shapes(model).keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in biases)
-    assert dtypes(model, torch.bfloat16) == {
-        name: torch.float32 if name in biases else torch.bfloat16 for name in found
-    }
-    state = {f"model.{name}": tensor for name, tensor in found.items()}
-    assert not any(model.load_state_dict(state))
+    assert found.keys() == tensors.keys() == shapes(model).keys() == kept
+    assert all(torch.equal(found[name], tensors[name].bfloat16()) for name in found)
+    assert set(dtypes(model).values()) == {torch.bfloat16}
+    assert set(dtypes(model, torch.float32).values()) == {torch.float32}
+    assert not any(model.load_state_dict({f"model.{name}": tensor for name, tensor in found.items()}))
