@@ -48,7 +48,7 @@ def jobs() -> list[Job]:
     parts = ("degrees", "decode", "prefill", "trainer", "backward")
     made += [(region, part, name) for region in DECODERS for name, _, _ in variants(region) for part in parts]
     made += [("attention", name, None) for name in ("_tensor_core", "_pages", "_cuts", "_neighbours", "_batch")]
-    made += [("attention", "_sequences", None)]
+    made += [("attention", "_sequences", None), ("attention", "_long_prefills", None)]
     for op in ("linear", "row_linear"):
         names = importlib.import_module(f"skyrl_isoexec.kernels.{op}.cases").cases(BF16)
         made += [(op, "cases", name) for name in names if name != "no rows"]
@@ -86,7 +86,7 @@ def attention(name: str, part: object, proof: Proof, kernel: OnDevice) -> None:
         gate._pages(proof, kernel, SCHEDULE, "bf16", BF16, True)
         return
     if part is not None:
-        gate.cases.KINDS = {}
+        gate.cases.KINDS, gate.LONG_SHAPES = {}, ()
     getattr(gate, name)(proof, kernel, SCHEDULE, "bf16", BF16)
 
 

@@ -1,17 +1,28 @@
-"""What a Hopper kernel of the gated delta rules is compiled from without a GPU: types by name, and shapes."""
+"""What a Hopper kernel is compiled from without a GPU, types by name and shapes, and what the assembler made of it."""
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from skyrl_isoexec.kernels.attention import warp_groups
+from skyrl_isoexec.kernels.numeric import sm90
+
+FOLDER = sm90.ASSEMBLER.parent
 TARGET = GPUTarget("cuda", 90, 32)
 SHAPES = {
     "C": 64, "DK": 128, "DV": 128, "HK": 2, "HV": 4, "W": 4, "BV": 32, "PAGE": 128, "PAGED": True, "RESUME": True,
     "STAGES": 2, "ALONE": True, "CHANNELS": 128,
 }  # fmt: skip
-"""Constants by name, of those kernels that have them."""
+"""Constants by name, of those kernels of the gated delta rules that have them."""
+ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
+"""The high word of an addition of 64 bits, with a constant."""
 FLOATS = ("decay", "beta", "gate", "blocks", "recurrent", "steps")
 NUMBERS = ("base", "owner", "query_start", "seq_lens", "table")
 
@@ -34,3 +45,41 @@ def source_of(kernel: triton.JITFunction, changes: Mapping[str, object] = {}) ->
         (i,): whole for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name.endswith("_stride")
     }
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=kinds)
+
+
+def long_prefill_source(head_dim: int, page_size: int, stages: int, is_held: bool) -> GluonASTSource:
+    """Attention's tile of long prefills, of four query heads for a key-value head."""
+    block = [64, head_dim]
+    constants = {
+        "D": head_dim, "GROUP": 4, "BQ": 32, "BKV": 64, "PART": 512, "PAGE": page_size, "STAGES": stages,
+        "LSE": not page_size, "HELD": is_held,
+    }  # fmt: skip
+    copied = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+    kinds = dict.fromkeys(("keys", "values"), copied) | dict.fromkeys(("q", "out"), "*bf16")
+    kinds |= dict.fromkeys(("lse", "scratch"), "*fp32") | dict.fromkeys(("table", "query_start", "seq_lens"), "*i32")
+    names = warp_groups.attend.arg_names
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "fp32" if n == "scale" else "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+    return GluonASTSource(warp_groups.attend, signature, constants, aligned)
+
+
+def disassembled(cubin: Path) -> list[str]:
+    """Every instruction, without its predicate."""
+    text = subprocess.run([FOLDER / "nvdisasm", cubin], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", text)
+
+
+def mixed_words(cubin: Path) -> tuple[list[str], int]:
+    """(additions whose high word is not known to be zero, additions seen) in the code for Hopper."""
+    last: dict[str, str] = {}
+    wrong, seen = [], 0
+    for code in disassembled(cubin):
+        if added := ADDED.match(code):
+            seen += 1
+            if not re.match(r"UMOV UR\d+, URZ", last.get(added[1], "")):
+                wrong.append(code)
+        if (written := re.match(r"U[\w.]+ (?:UP\d, )?UR(\d+)", code)) or (written := re.match(r"S2UR UR(\d+)", code)):
+            first = int(written[1])
+            for register in range(first, first + 1 + (".64" in code.split()[0])):
+                last[f"UR{register}"] = code
+    return wrong, seen

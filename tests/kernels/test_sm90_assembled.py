@@ -16,14 +16,13 @@ import pytest
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="compiles")
 
-from hopper_source import TARGET, source_of  # noqa: E402
+from hopper_source import FOLDER, TARGET, mixed_words, source_of  # noqa: E402
 from triton.compiler import CompiledKernel, compile  # noqa: E402
 
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
 from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk  # noqa: E402
 
-FOLDER = sm90.ASSEMBLER.parent
 KERNELS = {
     "prepare": (sm90_gdn_chunk.prepare, {"DK": 16, "HK": 1, "HV": 2}, {}),
     "attend": (triton_outputs.attend, {}, {}),
@@ -34,8 +33,6 @@ KERNELS = {
 """Name -> kernel, constants that differ from the usual, options; the last is a decode step as it is launched."""
 SEEN = ("prepare", "attend", "step", "close of cpr")
 """Those that the other assembler mixes up."""
-ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
-"""The high word of an addition of 64 bits, with a constant."""
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +45,6 @@ def compiled() -> Callable[[str], CompiledKernel]:
         return compile(source_of(kernel, changes), target=TARGET, options={"num_warps": 4, **sm90.EXACT, **options})
 
     return make
-
-
-def mixed_words(cubin: Path) -> tuple[list[str], int]:
-    """(additions whose high word is not known to be zero, additions seen) in the code for Hopper."""
-    text = subprocess.run([FOLDER / "nvdisasm", cubin], check=True, capture_output=True, text=True).stdout
-    last: dict[str, str] = {}
-    wrong, seen = [], 0
-    for code in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", text):
-        if added := ADDED.match(code):
-            seen += 1
-            if not re.match(r"UMOV UR\d+, URZ", last.get(added[1], "")):
-                wrong.append(code)
-        if (written := re.match(r"U[\w.]+ (?:UP\d, )?UR(\d+)", code)) or (written := re.match(r"S2UR UR(\d+)", code)):
-            first = int(written[1])
-            for register in range(first, first + 1 + (".64" in code.split()[0])):
-                last[f"UR{register}"] = code
-    return wrong, seen
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -19,12 +19,8 @@ from skyrl_isoexec import kernels  # noqa: E402
 from skyrl_isoexec.kernels.numeric.sm90 import EXACT  # noqa: E402
 
 FOLDER = Path(kernels.__file__).parent
-OTHERS = ("attention",)
-"""Folders whose launches are not held to this."""
 SOURCES = [
-    path.relative_to(FOLDER)
-    for path in sorted(FOLDER.rglob("*.py"))
-    if "triton" in path.read_text(encoding="utf-8") and path.parent.name not in OTHERS
+    path.relative_to(FOLDER) for path in sorted(FOLDER.rglob("*.py")) if "triton" in path.read_text(encoding="utf-8")
 ]
 
 
@@ -37,11 +33,11 @@ def launches(text: str) -> Iterator[tuple[int, bool]]:
 
 
 def test_no_launch_lets_the_compiler_fuse() -> None:
-    """In the folders of all operators but OTHERS."""
+    """In the folders of all operators."""
     found = {(str(path), *launch) for path in SOURCES for launch in launches((FOLDER / path).read_text("utf-8"))}
     assert not [launch for launch in found if not launch[2]]
     folders = {path.split("/")[0] for path, *_ in found}
-    with_kernels = {path.parent.name for path in FOLDER.glob("*/kernel.py")} - set(OTHERS)
+    with_kernels = {path.parent.name for path in FOLDER.glob("*/kernel.py")}
     assert with_kernels - {"linear", "row_linear"} < folders and "numeric" in folders  # theirs are in numeric
 
 

@@ -7,6 +7,7 @@ Shapes: T tokens, N query heads, K key-value heads, D head dimension, R requests
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -35,9 +36,10 @@ TENSOR_CORE_SHAPES = (
 )
 LONG_SHAPES = ((8, 2, 64), (4, 2, 128), (8, 1, 256))
 """(heads, key-value heads, head dimension) of the tile that long prefills have."""
-LONG = Schedule(kv_block=64, kv_partition=128)
+LONG = {"kv_block": 64, "kv_partition": 128}
+"""What the schedule of its cases has instead."""
 LONG_CUTS = (63, 64, 130, 200, 256, 300)
-"""Where a prefill of 420 tokens is cut, in blocks and partitions of `LONG`."""
+"""Where a prefill of 420 tokens is cut, around those blocks and partitions."""
 TILES = ((16, 4, 3), (64, 4, 3), (64, 8, 2), (128, 8, 2))
 """(rows, warps, stages) of a prefill's tiles."""
 ROUNDINGS = 4 * 2.0**-9
@@ -59,7 +61,7 @@ def prove(
     for label, dtype in dtypes.items():
         (_tensor_core if definition is None else _reference)(proof, impl, schedule, label, dtype)
         if definition is None:
-            _long_prefills(proof, impl, label, dtype)
+            _long_prefills(proof, impl, schedule, label, dtype)
         _pages(proof, impl, schedule, label, dtype, keys_like_values=definition is None)
         _cuts(proof, impl, schedule, label, dtype)
         _neighbours(proof, impl, schedule, label, dtype)
@@ -114,10 +116,10 @@ def _tensor_core(proof: Proof, impl: ModuleType, schedule: Schedule, label: str,
     ]
     for heads, kv_heads, head_dim in LONG_SHAPES:
         sizes = {"lengths": (1, 200, 0, 333), "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-        order += [(Case(kind=kind, **sizes), LONG) for kind in cases.KINDS]
+        order += [(Case(kind=kind, **sizes), replace(schedule, **LONG)) for kind in cases.KINDS]
     for case, given in order:
         inputs = cases.rows(case, dtype)
-        if case.head_dim == Case.head_dim or given is LONG:
+        if case.head_dim == Case.head_dim or case.kind != "normal":
             proof.reached(f"{label} {case.kind}", cases.reached(case, *inputs, given))
         out = impl.attention(*inputs, case.scale, schedule=given)
         if case.kind not in ("minus_inf", "nan"):
@@ -127,21 +129,22 @@ def _tensor_core(proof: Proof, impl: ModuleType, schedule: Schedule, label: str,
             proof.equal(f"{label} tiles", out, found, at=f"{case}, {tile}")
 
 
-def _long_prefills(proof: Proof, impl: ModuleType, label: str, dtype: torch.dtype) -> None:
+def _long_prefills(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype: torch.dtype) -> None:
     """The tile of long prefills over pages among memory full of NaN: cut, and beside a row of a decode."""
+    schedule = replace(schedule, **LONG)
     for heads, kv_heads, head_dim in LONG_SHAPES:
         case = Case(kind="normal", lengths=(420, 77), num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-        whole = impl.attention(*cases.rows(case, dtype), case.scale, schedule=LONG)
+        whole = impl.attention(*cases.rows(case, dtype), case.scale, schedule=schedule)
         for page in (64, 192):
             for cut in LONG_CUTS:
-                paged = Paged(case, dtype, page, impl, LONG)
+                paged = Paged(case, dtype, page, impl, schedule)
                 paged.write()
                 rows = [paged.q[0:cut], paged.q[cut:420], paged.q[496:]]
                 group = heads // kv_heads
                 parts = [paged.attend(rows[0], paged.table[:1], ints(0, cut), ints(cut))]
                 lens = ints(420, 77)
                 parts.append(paged.attend(torch.cat(rows[1:]), paged.table, ints(0, 420 - cut, 421 - cut), lens))
-                tiles = [impl.is_grouped(n * group, head_dim, group, page, LONG) for n in (cut, (422 - cut) // 2)]
+                tiles = [impl.is_grouped(n * group, head_dim, group, page, schedule) for n in (cut, (422 - cut) // 2)]
                 proof.reached(f"{label} long tiles over pages", sum(tiles))
                 expected = torch.cat((whole[:420], whole[496:]))
                 proof.equal(f"{label} long prefills", expected, torch.cat(parts), at=f"{case}, page {page}, cut {cut}")

@@ -160,6 +160,7 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> No
         loops.store[(slots_T.shape[0], triton.cdiv(width, block))](
             k_TKD, v_TKD, cache, slots_T, width, strides["page_stride"], strides["page_stride"] // 2,
             num_pages * page_size, head_dim, strides["head_stride"], PAGE=page_size, BLOCK=block, num_warps=4,
+            **EXACT,
         )  # fmt: skip
 
 
