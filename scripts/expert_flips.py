@@ -22,10 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from skyrl_isoexec.gate import decoder as gate  # noqa: E402
+from skyrl_isoexec.gate import ways  # noqa: E402
 from skyrl_isoexec.gate.models import DECODERS, model_config  # noqa: E402
 from skyrl_isoexec.gate.run import SCHEDULE  # noqa: E402
 from skyrl_isoexec.kernels.bundle import load_kernels  # noqa: E402
-from skyrl_isoexec.kernels.router.cases import ties_at_the_cut  # noqa: E402
+from skyrl_isoexec.kernels.numeric.inputs import ties_at_the_cut  # noqa: E402
 from skyrl_isoexec.model.decoder import Decoder  # noqa: E402
 from skyrl_isoexec.model.moe import MoE  # noqa: E402
 
@@ -68,7 +69,7 @@ def by_sequence(choice: Tensor, num: int) -> Tensor:
 
 def round_of(decoder: Decoder, seen: list[list[Tensor]], sequences: list[Tensor]) -> dict[str, list[Tensor]]:
     """{way: choices of each layer} over some sequences."""
-    ids, positions, cu = gate.packed(sequences)
+    ids, positions, cu = ways.packed(sequences)
     rows = decoder.end_to_end(cu)
     found: dict[str, list[Tensor]] = {}
     x = decoder.embed(ids)
@@ -81,9 +82,9 @@ def round_of(decoder: Decoder, seen: list[list[Tensor]], sequences: list[Tensor]
     with torch.no_grad():
         decoder.layers(decoder.embed(ids), positions, rows)
         found["scoring"] = taken(seen)
-    gate.engine(decoder, sequences, gate.prefill_steps(sequences))
+    ways.engine(decoder, sequences, ways.prefill_steps(sequences))
     found["prefill"] = taken(seen)
-    gate.engine(decoder, sequences, gate.decode_steps(sequences))
+    ways.engine(decoder, sequences, ways.decode_steps(sequences))
     found["decode"] = [by_sequence(choice, len(sequences)) for choice in taken(seen)]
     return found
 
@@ -101,7 +102,7 @@ def main() -> int:
         name, fields = next(iter(DECODERS[given.kind].items()))
         config = model_config("bfloat16", fields)
         kernels = load_kernels(dict.fromkeys(config.operators, "cpu"), SCHEDULE)
-    decoder = gate.builder(config, kernels, given.device)()
+    decoder = ways.builder(config, kernels, given.device)()
     seen, begin = watched(decoder), time.monotonic()
     compared, flipped, number = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), 0
     while min(compared.values()) < given.routed:

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from skyrl_isoexec.gate import decoder  # noqa: E402
+from skyrl_isoexec.gate import decoder, ways  # noqa: E402
 from skyrl_isoexec.gate.device import OnDevice  # noqa: E402
 from skyrl_isoexec.gate.models import DECODERS, variants  # noqa: E402
 from skyrl_isoexec.gate.run import SCHEDULE  # noqa: E402
@@ -94,16 +94,16 @@ def whole_model(region: str, name: str, model: str, proof: Proof) -> None:
     """One way of computing log-probabilities of one model."""
     made = decoder.on_tensor_cores(region, "kernel", SCHEDULE)
     config, kernels = next(pair for label, *pair in made if label == model)
-    make, sequences = decoder.builder(config, kernels, "cuda"), decoder.token_ids(config, decoder.LENGTHS, "cuda")
+    make, sequences = ways.builder(config, kernels, "cuda"), ways.token_ids(config, decoder.LENGTHS, "cuda")
     if name == "trainer":
-        decoder.trainer(make(), sequences, grad=False)
+        ways.trainer(make(), sequences, grad=False)
     elif name == "backward":
         decoder._recomputation(proof, "warm", make(), sequences)
     elif name == "degrees":
-        decoder._degrees(proof, "warm", make, sequences, decoder.trainer(make(), sequences, grad=True))
+        decoder._degrees(proof, "warm", make, sequences, ways.trainer(make(), sequences, grad=True))
     else:
-        steps = decoder.prefill_steps if name == "prefill" else decoder.decode_steps
-        decoder.engine(make(), sequences, steps(sequences))
+        steps = ways.prefill_steps if name == "prefill" else ways.decode_steps
+        ways.engine(make(), sequences, steps(sequences))
 
 
 def run(job: Job) -> tuple[Job, float]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_isoexec.kernels.attention.cases import pages
 from skyrl_isoexec.model.decoder import Decoder
 from skyrl_isoexec.model.sequences import GdnRows, gdn_heads
 
@@ -61,15 +60,19 @@ class Engine:
     def __init__(self, decoder: Decoder, sequences: Sequence[Tensor]) -> None:
         config, size = decoder.config, decoder.axis.size
         self.decoder, self.sequences = decoder, sequences
-        lengths = tuple(len(s) for s in sequences)
-        like = torch.empty(0, config.num_kv_heads // size, config.head_dim, dtype=getattr(torch, config.dtype))
-        made, self.device = pages(like, lengths, decoder.schedule.kv_block, decoder.schedule), sequences[0].device
-        cache, self.table, slots = (x.to(self.device) for x in made)
+        lengths, page = tuple(len(s) for s in sequences), decoder.schedule.kv_block
+        self.device, dtype = sequences[0].device, getattr(torch, config.dtype)
+        table = _table(lengths, page)
+        num_pages = int(table.max()) + 2
         if config.latent:
-            shape = decoder.kernels.mla_cache_shape(len(cache), decoder.schedule.kv_block, config.latent_width)
-            cache = torch.full(shape, float("nan"), dtype=cache.dtype, device=self.device)
+            shape = decoder.kernels.mla_cache_shape(num_pages, page, config.latent_width)
+        else:
+            shape = decoder.kernels.kv_cache_shape(num_pages, page, config.num_kv_heads // size, config.head_dim)
+        cache = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
         self.caches = {index: cache.clone() for index in decoder.layer_indices if config.attends(index)}
-        self.slots = slots.split(lengths)
+        self.table, positions = table.to(self.device), map(torch.arange, lengths)
+        slots = (own[at // page].long() * page + at % page for own, at in zip(table, positions, strict=True))
+        self.slots = [own.to(self.device) for own in slots]
         self.state_table = _table(lengths, decoder.schedule.gdn_chunk).to(self.device)
         self.states = {index: self._states() for index in decoder.layer_indices if not config.attends(index)}
         self.rows: list[list[Tensor | None]] = [[None] * length for length in lengths]

@@ -38,14 +38,13 @@ SHARED_EXPERT = {"shared_expert_intermediate_size": 24, "shared_expert_gate": Tr
 LATENT = {
     "num_kv_heads": 16,
     "head_dim": 10,
-    "q_lora_rank": 20,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
-    "rope_interleaved": True,
     "latent_norm_eps": 1e-5,
 }
+QUERY_LATENT = {"q_lora_rank": 20, "rope_interleaved": True}
 BIASED = EXPERTS | {
     "intermediate_size": 56,
     "first_dense_layers": 1,
@@ -55,6 +54,21 @@ BIASED = EXPERTS | {
     "router_scale": 1.75,
     "router_eps": 1e-20,
 }
+ATTENTION_BIASES = {"qkv_bias": True, "o_bias": True}
+GROUPS = {"router_groups": 4, "router_groups_kept": 2}
+UNLIKE = {
+    "intermediate_size": None,
+    "first_dense_layers": 0,
+    "router_renormalise": False,
+    "router_eps": 0.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""What a configuration of latent attention may say in the place of what the published one says."""
 DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
     "decoder": {
         "qwen3": {"family": "qwen3", "qk_norm": True},
@@ -62,7 +76,19 @@ DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
     },
     "decoder_hybrid": {"qwen3_5": {"family": "qwen3_5", **HYBRID}},
     "decoder_hybrid_moe": {"qwen3_5_moe": {"family": "qwen3_5_moe", **HYBRID, **EXPERTS, **SHARED_EXPERT}},
-    "decoder_mla": {"glm4_moe_lite": {"family": "glm4_moe_lite", **LATENT, **BIASED}},
+    "decoder_mla": {
+        "glm4_moe_lite": {"family": "glm4_moe_lite", **LATENT, **QUERY_LATENT, **BIASED},
+        "glm4_moe_lite biases": {
+            "family": "glm4_moe_lite",
+            "tied_head": True,
+            **LATENT,
+            **QUERY_LATENT,
+            **ATTENTION_BIASES,
+            **BIASED,
+            **GROUPS,
+        },
+        "glm4_moe_lite one projection": {"family": "glm4_moe_lite", **LATENT, **BIASED, **UNLIKE},
+    },
     "decoder_moe": {"qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **EXPERTS}},
 }
 """Region -> name of a model -> its fields."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from skyrl_isoexec.gate.models import DECODERS, operators
 from skyrl_isoexec.kernels.bundle import OPS
-from skyrl_isoexec.kernels.sources import PACKAGE, impl_source, import_digest
+from skyrl_isoexec.kernels.sources import PACKAGE, impl_source, import_digest, source_digest
 
 RECORDS = Path(__file__).resolve().parent / "records"
 REGIONS = (*OPS, *DECODERS)
@@ -26,6 +26,8 @@ FILES = {"cpu": "cpu", "sm90": "kernel"}
 """Arch -> name of its file in every operator's folder."""
 VERSIONS = {"cpu": ("llvmlite", "numba", "torch"), "sm90": ("torch", "triton")}
 """Arch -> distributions that decide what it computes."""
+OWN_ORDER = ("logprob", "rmsnorm")
+"""Operators that a device adds in another order, which `reference_<arch>.py` states."""
 
 Status = Literal["valid", "missing", "stale"]
 Key = dict[str, dict[str, str]]
@@ -42,7 +44,7 @@ class Record:
     region: str
     arch: str
     key: Mapping[str, Mapping[str, str]]
-    """"source": digests of the implementations and of the gate; "versions": those of what computes."""
+    """"source": digests of the implementations, their definitions and the gate; "versions": those of what computes."""
     checks: Mapping[str, Mapping[str, int | str]]
     """Name of a check -> "comparisons", "elements" and the "digest" of the bits that were equal."""
     reached: Mapping[str, int]
@@ -97,17 +99,26 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
+def _definitions(region: str, arch: str, ops: Iterable[str]) -> tuple[str, ...]:
+    """What says which bits are expected, where the gate does not import it by its name."""
+    if region in DECODERS:
+        return tuple(f"{op}.reference" for op in ops) if arch == "cpu" else ()
+    return (f"{region}.reference_{arch}",) if arch != "cpu" and region in OWN_ORDER else ()
+
+
 def present_key(region: str, arch: str, package: Path = PACKAGE) -> Key:
     """What a record of this region would be for, now. GateError if an implementation for the arch does not exist."""
     check_names(region, arch)
-    whole = region in DECODERS
-    gate = package / "gate" / "decoder.py" if whole else package / "kernels" / region / "gate.py"
+    whole, own = region in DECODERS, package / "gate"
+    gate = own / "decoder.py" if whole else package / "kernels" / region / "gate.py"
+    ops = operators(region) if whole else (region,)
     try:
-        ops = operators(region) if whole else (region,)
-        source = {f"{op}.{FILES[arch]}": impl_source(f"{op}.{FILES[arch]}", package) for op in ops}
+        names = (*(f"{op}.{FILES[arch]}" for op in ops), *_definitions(region, arch, ops))
+        source = {name: impl_source(name, package) for name in names}
     except ValueError as error:
         raise GateError(f"gate: region {region}, arch {arch}: {error}") from None
     source[f"{region}.gate"] = import_digest(gate, package)
+    source["gate.run"] = source_digest(own / "run.py", own / "device.py")
     return {"source": source, "versions": {name: _version(name) for name in VERSIONS[arch]}}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_isoexec.gate.device import OnDevice, require_device
 from skyrl_isoexec.gate.models import DECODERS
-from skyrl_isoexec.gate.record import FILES, RECORDS, GateError, Record, load, mend, present_key, save
+from skyrl_isoexec.gate.record import FILES, OWN_ORDER, RECORDS, GateError, Record, load, mend, present_key, save
 from skyrl_isoexec.kernels.numeric.proof import DTYPES, Proof
 from skyrl_isoexec.schedule import Schedule
 
@@ -19,8 +19,6 @@ SCHEDULE = Schedule(num_leaves=8, kv_block=16, kv_partition=64)
 """The order of arithmetic that gates run with: leaves for eight ranks, partitions that short contexts cross."""
 TENSOR_CORE = ("attention", "experts", "gdn", "gdn_cpr", "linear", "mla", "row_linear")
 """Operators whose order on the device no PyTorch function states."""
-OWN_ORDER = ("logprob", "rmsnorm")
-"""Operators that the device adds in another order, which `reference_<arch>.py` states."""
 SHOWN = 5
 """Failures that a message lists; it counts the others."""
 

@@ -204,9 +204,13 @@ class DecoderConfig:
         for name, value in (("head_dim", width), ("num_kv_heads", self.num_heads)):
             if getattr(self, name) != value:
                 raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)} must be {value} with latent attention")
-        for name in ("rotary_dim", "qk_norm", "attention_gate", "full_attention_interval"):
+        for name in ("rotary_dim", "qk_norm", "attention_gate", "zero_centred_norm", "full_attention_interval"):
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ValueError(f"DecoderConfig.{name} = {getattr(self, name)!r} is not defined for latent attention")
+        if not self.has_experts:
+            raise ValueError(
+                "DecoderConfig.num_experts = None: latent attention is proved with experts alone; give some"
+            )
 
     def _check_experts(self) -> None:
         if not self.has_experts:

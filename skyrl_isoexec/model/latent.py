@@ -102,4 +102,4 @@ class LatentAttention(nn.Module):
 
 
 def _norm(width: int, config: DecoderConfig, place: Place) -> RMSNorm:
-    return RMSNorm(width, config.latent_norm_eps, place, offset=1.0 if config.zero_centred_norm else 0.0)
+    return RMSNorm(width, config.latent_norm_eps, place)

@@ -58,12 +58,50 @@ def test_missing_valid_stale(package: Path, records: Path) -> None:
     assert status("rope", "cpu", records, package) == "valid"
 
 
-@pytest.mark.parametrize("name", ["model/mlp.py", "kernels/rope/cpu.py", "schedule/tree.py", "gate/decoder.py"])
+NEEDED = ["model/mlp.py", "kernels/rope/cpu.py", "kernels/rope/reference.py", "kernels/linear/reference.py"]
+NEEDED += ["schedule/tree.py", *(f"gate/{name}.py" for name in ("decoder", "engine", "experts", "models", "ways"))]
+
+
+@pytest.mark.parametrize("name", NEEDED)
 def test_the_decoder_needs_every_part(package: Path, records: Path, name: str) -> None:
     save(made("decoder"), records)
     assert status("decoder", "cpu", records, package) == "valid"
     edit(package / name)
     assert status("decoder", "cpu", records, package) == "stale"
+
+
+WHOLE = tuple(record.DECODERS)
+WITH_EXPERTS = ("decoder_hybrid_moe", "decoder_mla", "decoder_moe")
+MOVED = [
+    ("gate/run.py", "cpu", REGIONS),
+    ("gate/device.py", "cpu", REGIONS),
+    ("gate/run.py", "sm90", REGIONS),
+    ("gate/device.py", "sm90", REGIONS),
+    ("gate/models.py", "cpu", WHOLE),
+    ("gate/experts.py", "cpu", WHOLE),
+    ("kernels/router/reference.py", "cpu", ("router", *WITH_EXPERTS)),
+    ("kernels/router/reference.py", "sm90", ("router",)),
+    ("kernels/router/cases.py", "cpu", ("router",)),
+    ("kernels/combine/reference.py", "cpu", ("combine", *WITH_EXPERTS)),
+    ("kernels/attention/reference.py", "cpu", ("attention", *(name for name in WHOLE if name != "decoder_mla"))),
+    ("kernels/gdn_cpr/reference.py", "cpu", ("gdn_cpr", "decoder_hybrid", "decoder_hybrid_moe")),
+    ("kernels/mla/reference.py", "cpu", ("mla", "decoder_mla")),
+    ("kernels/logprob/reference_sm90.py", "cpu", ()),
+    ("kernels/logprob/reference_sm90.py", "sm90", ("logprob", *WHOLE)),  # its kernel imports it
+    ("kernels/rmsnorm/reference_sm90.py", "sm90", ("rmsnorm",)),
+]
+"""A file, an arch, and every region whose record an edit of it makes stale."""
+
+
+@pytest.mark.parametrize(("name", "arch", "regions"), MOVED)
+def test_an_edit_moves_what_it_decides_and_nothing_else(
+    package: Path, name: str, arch: str, regions: tuple[str, ...]
+) -> None:
+    """What says which bits are expected, and what runs the proof, is in a key wherever it takes part."""
+    before = {region: present_key(region, arch, package) for region in REGIONS}
+    edit(package / name)
+    moved = {region for region in REGIONS if present_key(region, arch, package) != before[region]}
+    assert moved == set(regions)
 
 
 def test_refusals_name_everything(package: Path, records: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The gate of latent attention holds, and finds a change of order: the same numbers with one pair exchanged."""
 
+import dataclasses
 import importlib.util
 from types import ModuleType, SimpleNamespace
 
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor
 
 from skyrl_isoexec.gate import decoder
+from skyrl_isoexec.gate.models import model_config
 from skyrl_isoexec.gate.run import SCHEDULE
+from skyrl_isoexec.kernels.linear import cpu as linear
 from skyrl_isoexec.kernels.mla import cpu, gate, reference
 from skyrl_isoexec.kernels.numeric.proof import Proof
+from skyrl_isoexec.kernels.router import cpu as router
 from skyrl_isoexec.model.latent import LatentAttention
 from skyrl_isoexec.model.moe import MoE
 
@@ -193,17 +197,85 @@ def a_bias_that_weighs() -> tuple[object, str, object]:
     return MoE, "route", route
 
 
+def groups_unlimited() -> tuple[object, str, object]:
+    """Experts of all groups, where a token is alone in its step."""
+    original = router.route
+
+    def route(logits, top_k, rule, bias=None):
+        alone = dataclasses.replace(rule, num_groups=1, groups_kept=1)
+        return original(logits, top_k, alone if len(logits) == 1 else rule, bias)
+
+    return router, "route", route
+
+
+def bias_first() -> tuple[object, str, object]:
+    """A sum that begins with its bias, where a token is alone in its step."""
+    original = linear.linear
+
+    def biased(x, w, bias=None, out_dtype=None, packed=None):
+        if bias is None or len(x) > 1:
+            return original(x, w, bias, out_dtype, packed)
+        return original(torch.cat([torch.ones_like(x[:, :1]), x], 1), torch.cat([bias[:, None], w], 1), None, out_dtype)
+
+    return linear, "linear", biased
+
+
+def two_products_of_one_projection() -> tuple[object, str, object]:
+    """The second and the third product of every query's sum, where no latent is between, in a step of one token."""
+    original = LatentAttention._queries
+
+    def queries(self, x):
+        if not hasattr(self, "q_proj") or len(x) > 1:
+            return original(self, x)
+        order = exchanged(x.shape[1], 1, 2)
+        return self.place.kernels.linear(x[:, order], self.q_proj.weight[:, order])
+
+    return LatentAttention, "_queries", queries
+
+
+def halves_put_as_neighbours() -> tuple[object, str, object]:
+    """The rotated part in another order, where it is halves and a token is alone in its step."""
+    original = LatentAttention._rotate
+
+    def rotate(self, x, *given):
+        turned = original(self, x, *given)
+        return turned if self.interleaved or len(x) > 1 else turned.unflatten(2, (2, -1)).mT.flatten(2)
+
+    return LatentAttention, "_rotate", rotate
+
+
 DECODER_CHANGES = {
-    two_entries_of_a_page: "pairs of cases",
-    pairs_put_back: "pairs of cases",
-    a_bias_that_weighs: "pairs of cases",
-    two_products_on_ranks: "tensor ranks",
+    two_entries_of_a_page: ("glm4_moe_lite", "pairs of cases"),
+    pairs_put_back: ("glm4_moe_lite", "pairs of cases"),
+    a_bias_that_weighs: ("glm4_moe_lite", "pairs of cases"),
+    two_products_on_ranks: ("glm4_moe_lite", "tensor ranks"),
+    groups_unlimited: ("glm4_moe_lite biases", "pairs of cases"),
+    bias_first: ("glm4_moe_lite biases", "pairs of cases"),
+    two_products_of_one_projection: ("glm4_moe_lite one projection", "pairs of cases"),
+    halves_put_as_neighbours: ("glm4_moe_lite one projection", "pairs of cases"),
 }
+"""Change -> the model and the comparison that find it."""
 
 
 @pytest.mark.parametrize("change", DECODER_CHANGES, ids=lambda change: change.__name__)
 def test_the_decoder_finds_a_change(change, stopping, difference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of latent attention over pages or ranks, and of what a bias may do."""
+    """Of latent attention over pages or ranks, of what a bias may do, and of what only some configurations say."""
+    model, check = DECODER_CHANGES[change]
+    made = [variant for variant in decoder.variants("decoder_mla") if variant[0] == model]
+    monkeypatch.setattr(decoder, "variants", lambda region: made)
     monkeypatch.setattr(*change())
-    with pytest.raises(difference, match=f"glm4_moe_lite float32: {DECODER_CHANGES[change]}.*elements differ"):
+    with pytest.raises(difference, match=f"{model} float32: {check}.*elements differ"):
         decoder.prove("decoder_mla", stopping, "cpu", SCHEDULE)
+
+
+def test_every_shape_of_the_family_is_run() -> None:
+    """Each field that the family sets in more than one way has both, in some model of the region."""
+    configs = [model_config("float32", fields) for _, _, fields in decoder.variants("decoder_mla")]
+    for name in ("rope_interleaved", "qkv_bias", "o_bias", "router_renormalise", "tied_head"):
+        assert {getattr(config, name) for config in configs} == {True, False}, name
+    for name in ("q_lora_rank", "rope_scaling", "intermediate_size"):
+        assert {getattr(config, name) is None for config in configs} == {True, False}, name
+    for name, least in (("router_groups", 1), ("first_dense_layers", 0)):
+        assert {getattr(config, name) > least for config in configs} == {True, False}, name
+    with_latent = {config.qkv_bias for config in configs if config.q_lora_rank is not None}
+    assert with_latent == {True, False} and all(config.has_experts for config in configs)

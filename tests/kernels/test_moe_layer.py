@@ -12,10 +12,10 @@ from torch import Tensor
 from skyrl_isoexec.kernels.combine import cpu as combine
 from skyrl_isoexec.kernels.experts import cpu as experts
 from skyrl_isoexec.kernels.linear import cpu as linear
-from skyrl_isoexec.kernels.numeric.inputs import normal
+from skyrl_isoexec.kernels.numeric.inputs import normal, ties_at_the_cut
 from skyrl_isoexec.kernels.router import cpu as router
 from skyrl_isoexec.kernels.router import reference
-from skyrl_isoexec.kernels.router.cases import GROUPS, SOFTMAX, ties_at_the_cut
+from skyrl_isoexec.kernels.router.cases import GROUPS, SOFTMAX
 from skyrl_isoexec.kernels.swiglu import cpu as swiglu
 
 HIDDEN, FEATURES, EXPERTS, TOP_K, TOKENS = 32, 24, 8, 3, 60

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from skyrl_isoexec.kernels.numeric.inputs import normal
+from skyrl_isoexec.kernels.numeric.inputs import normal, ties_at_the_cut
 from skyrl_isoexec.kernels.numeric.router_rule import RouterRule
 from skyrl_isoexec.kernels.router import cpu, reference
-from skyrl_isoexec.kernels.router.cases import GROUPS, RAW, SIGMOID, SOFTMAX, steps, ties_at_the_cut
+from skyrl_isoexec.kernels.router.cases import GROUPS, RAW, SIGMOID, SOFTMAX, steps
 
 ROUNDINGS = 24 * 2.0**-24
 """Relative: of an exponential, a sum of at most 60 and one of at most 8 in another order, two divisions, a product."""

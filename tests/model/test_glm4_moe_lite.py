@@ -9,7 +9,7 @@ from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 from skyrl_isoexec.model import checkpoint
 from skyrl_isoexec.model.axes import SingleAxis
 from skyrl_isoexec.model.checkpoint import LoadError
-from skyrl_isoexec.model.config import DecoderConfig, check_partition
+from skyrl_isoexec.model.config import EXPERT_FIELDS, DecoderConfig, check_partition
 from skyrl_isoexec.model.families import Unsupported, from_hf, lookup
 from skyrl_isoexec.model.latent import LatentAttention
 from skyrl_isoexec.model.moe import MoE
@@ -344,9 +344,13 @@ def test_spellings_of_dense_layers() -> None:
     none = from_hf(plain | {"first_k_dense_replace": 0})
     assert (none.first_dense_layers, none.intermediate_size) == (0, None)
     assert from_hf(plain | {"q_lora_rank": None}).q_lora_rank is None
+    for given in ({"first_k_dense_replace": 47}, {"mlp_layer_types": ["dense"] * 47}):
+        with pytest.raises(ValueError, match="first_dense_layers = 47 must be|mlp_layer_types = .* not supported"):
+            from_hf(plain | given)
     assert lookup("glm4_moe_lite").reason("model.layers.47.eh_proj.weight", 47)
 
 
+DENSE = {name: DecoderConfig.__dataclass_fields__[name].default for name in EXPERT_FIELDS}
 INVALID = {
     "no latent": ("qwen3", {"q_lora_rank": 4}, ["q_lora_rank = 4", "no attention is latent"]),
     "interleaved without one": ("qwen3", {"rope_interleaved": True}, ["rope_interleaved = True"]),
@@ -358,6 +362,8 @@ INVALID = {
     "fewer keys": ("glm4_moe_lite", {"num_kv_heads": 4}, ["num_kv_heads = 4 must be 8"]),
     "head norms": ("glm4_moe_lite", {"qk_norm": True}, ["qk_norm = True", "latent attention"]),
     "a gate": ("glm4_moe_lite", {"attention_gate": True}, ["attention_gate = True"]),
+    "centred norms": ("glm4_moe_lite", {"zero_centred_norm": True}, ["zero_centred_norm = True", "latent attention"]),
+    "dense layers alone": ("glm4_moe_lite", DENSE, ["num_experts = None", "latent attention"]),
     "part of a head": ("glm4_moe_lite", {"rotary_dim": 4}, ["rotary_dim = 4"]),
     "a hybrid": (
         "glm4_moe_lite",

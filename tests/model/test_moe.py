@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from skyrl_isoexec.kernels.router.cases import ties_at_the_cut
+from skyrl_isoexec.kernels.numeric.inputs import ties_at_the_cut
 from skyrl_isoexec.kernels.router.reference import scores
 from skyrl_isoexec.model import checkpoint
 from skyrl_isoexec.model.axes import Axis, SingleAxis

@@ -54,3 +54,10 @@ def count_hazards(x: Tensor) -> dict[str, int]:
         "NaN": x.isnan(),
     }
     return {name: int(mask.sum()) for name, mask in counts.items() if mask.any()}
+
+
+def ties_at_the_cut(choice_TE: Tensor, experts_TK: Tensor) -> int:
+    """Rows in which an expert that is not chosen has the value of one that is."""
+    chosen = torch.zeros_like(choice_TE, dtype=torch.bool).scatter_(1, experts_TK.long(), True)
+    lowest = choice_TE.masked_fill(~chosen, float("inf")).amin(1, keepdim=True)
+    return int(((choice_TE == lowest) & ~chosen).any(1).sum())

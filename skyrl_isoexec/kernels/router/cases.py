@@ -43,10 +43,3 @@ def cases() -> dict[str, Case]:
     made["barred"] = (normal(13, 40, 16), 8, GROUPS, torch.where(torch.arange(16) % 5 < 2, float("-inf"), 0.0))
     made["no rows"] = (torch.zeros(0, 8), 2, SOFTMAX, None)
     return made
-
-
-def ties_at_the_cut(choice_TE: Tensor, experts_TK: Tensor) -> int:
-    """Rows in which an expert that is not chosen has the value of one that is."""
-    chosen = torch.zeros_like(choice_TE, dtype=torch.bool).scatter_(1, experts_TK.long(), True)
-    lowest = choice_TE.masked_fill(~chosen, float("inf")).amin(1, keepdim=True)
-    return int(((choice_TE == lowest) & ~chosen).any(1).sum())

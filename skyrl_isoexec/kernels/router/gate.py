@@ -5,10 +5,10 @@ from types import ModuleType
 
 import torch
 
-from skyrl_isoexec.kernels.numeric.inputs import count_hazards, normal
+from skyrl_isoexec.kernels.numeric.inputs import count_hazards, normal, ties_at_the_cut
 from skyrl_isoexec.kernels.numeric.proof import DTYPES, ROW_COUNTS, Proof
 from skyrl_isoexec.kernels.router import reference
-from skyrl_isoexec.kernels.router.cases import GROUPS, RAW, SIGMOID, SOFTMAX, cases, steps, ties_at_the_cut
+from skyrl_isoexec.kernels.router.cases import GROUPS, RAW, SIGMOID, SOFTMAX, cases, steps
 from skyrl_isoexec.schedule import Schedule
 
 RULES = {"softmax": SOFTMAX, "raw": RAW, "sigmoid": SIGMOID, "groups": GROUPS}
