@@ -72,6 +72,7 @@ UNLIKE = {
 DECODERS: dict[str, dict[str, Mapping[str, object]]] = {
     "decoder": {
         "qwen3": {"family": "qwen3", "qk_norm": True},
+        "qwen3 biases": {"family": "qwen3", "qk_norm": True, "qkv_bias": True, "o_bias": True},
         "qwen2": {"family": "qwen2", "qkv_bias": True, "tied_head": True},
     },
     "decoder_hybrid": {"qwen3_5": {"family": "qwen3_5", **HYBRID}},

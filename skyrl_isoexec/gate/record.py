@@ -119,6 +119,9 @@ def present_key(region: str, arch: str, package: Path = PACKAGE) -> Key:
         raise GateError(f"gate: region {region}, arch {arch}: {error}") from None
     source[f"{region}.gate"] = import_digest(gate, package)
     source["gate.run"] = source_digest(own / "run.py", own / "device.py")
+    tiles = package / "kernels" / region / "tiles.json"  # a decoder's are those that its operators' gates have tried
+    if arch != "cpu" and tiles.is_file():
+        source[f"{region}.tiles"] = source_digest(tiles)
     return {"source": source, "versions": {name: _version(name) for name in VERSIONS[arch]}}
 
 

@@ -89,6 +89,9 @@ MOVED = [
     ("kernels/logprob/reference_sm90.py", "cpu", ()),
     ("kernels/logprob/reference_sm90.py", "sm90", ("logprob", *WHOLE)),  # its kernel imports it
     ("kernels/rmsnorm/reference_sm90.py", "sm90", ("rmsnorm",)),
+    ("kernels/linear/tiles.json", "sm90", ("linear",)),
+    ("kernels/experts/tiles.json", "sm90", ("experts",)),
+    ("kernels/linear/tiles.json", "cpu", ()),
 ]
 """A file, an arch, and every region whose record an edit of it makes stale."""
 
