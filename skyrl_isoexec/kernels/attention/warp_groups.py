@@ -32,16 +32,6 @@ def _shift(m):
 
 
 @gluon.jit
-def _softmax(s, m, scale):
-    """(maximum with this block, its weights in bf16, what everything before is multiplied by)."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    shift = _shift(new)
-    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
-    p = gl.exp2(gl.fma(s, zero + scale, zero - shift[:, None])).to(gl.bfloat16)
-    return new, p, gl.exp2(m - shift)
-
-
-@gluon.jit
 def _row_sum(p, BKV: gl.constexpr):
     """`triton_loops.row_sum` of 64 rows."""
     x = p.to(gl.float32).reshape([64, BKV // 8, 4, 2])
@@ -54,6 +44,17 @@ def _row_sum(p, BKV: gl.constexpr):
             x = gl.sum(x.reshape([64, 2, (BKV // 8) >> step, 4]), 1)
     x = gl.sum(x.reshape([64, 2, 2]), 2)
     return gl.sum(x, 1)
+
+
+@gluon.jit
+def _softmax(s, m, l, scale, BKV: gl.constexpr):
+    """(maximum with this block, sum, weights of the block in bf16, what the accumulator before is multiplied by)."""
+    new = gl.maximum(m, gl.max(s, 1) * scale)
+    shift = _shift(new)
+    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
+    p = gl.exp2(gl.fma(s, zero + scale, zero - shift[:, None])).to(gl.bfloat16)
+    factor = gl.exp2(m - shift)
+    return new, gl.fma(l, factor, gl.convert_layout(_row_sum(p, BKV), l.type.layout)), p, factor
 
 
 @gluon.jit
@@ -148,7 +149,7 @@ def _attend_rows(
         none = gl.full((64,), NEG_INF, gl.float32, SCORE_ROWS)
         nothing = gl.full((64,), 0.0, gl.float32, SCORE_ROWS)
         M, L, A = none, nothing, zeros_o  # the partitions before this one
-        l, acc = nothing, zeros_o
+        acc = zeros_o
         earlier = scratch
         if not HELD:
             program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
@@ -164,7 +165,7 @@ def _attend_rows(
         mbarrier.arrive(k_free.index(0))
         if full <= 0:
             s = gl.where(offset[None, :] <= position[:, None], s, NEG_INF)
-        m, p, alpha = _softmax(s, none, scale)
+        m, l, p, factor = _softmax(s, none, nothing, scale, BKV)
         for block in range(1, count):
             stage, last = block % STAGES, (block - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
@@ -174,15 +175,14 @@ def _attend_rows(
             added = warpgroup_mma(weights, v_ring.index(last), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_free.index(stage))
-            row_sum = _row_sum(p, BKV)
             start = block * BKV
             if start >= full:
                 s = gl.where((start + offset)[None, :] <= position[:, None], s, NEG_INF)
             opens = block % BLOCKS == 0  # a partition
-            new, p, factor = _softmax(s, gl.where(opens, none, m), scale)
+            before, summed = gl.where(opens, none, m), gl.where(opens, nothing, l)
+            m_next, l_next, p, factor = _softmax(s, before, summed, scale, BKV)
             acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
             mbarrier.arrive(v_free.index(last))
-            l = gl.fma(l, alpha, gl.convert_layout(row_sum, SCORE_ROWS))
             if opens:
                 first = start - PART
                 top, x, y = _factors(M, m)
@@ -194,9 +194,9 @@ def _attend_rows(
                 if not HELD:
                     gl.store(earlier, _laid(A, D, FLAT))
                     A = zeros_o
-                l, acc = nothing, zeros_o
+                acc = zeros_o
             acc = acc * gl.convert_layout(factor, OUT_ROWS)[:, None]
-            m, alpha = new, factor
+            m, l = m_next, l_next
 
         last = (count - 1) % STAGES
         mbarrier.wait(v_full.index(last), ((count - 1) // STAGES) & 1)
@@ -208,7 +208,6 @@ def _attend_rows(
         weights = gl.convert_layout(p, WEIGHTS)
         added = warpgroup_mma(weights, values, acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
-        l = gl.fma(l, alpha, gl.convert_layout(_row_sum(p, BKV), SCORE_ROWS))
         first = (count - 1) // BLOCKS * PART
         top, x, y = _factors(M, m)
         L = gl.where(first <= position, gl.fma(L, x, l * y), L)
