@@ -161,10 +161,12 @@ if wanted bench; then
     ready $dense mla $experts
     stage bench_layers 200 "$python" -m skyrl_isoexec.bench layers --quick --seconds 150 --out "$logs/bench_layers.json"
     ready decoder
-    stage bench_trainer 120 "$python" -m skyrl_isoexec.bench trainer --out "$logs/bench_trainer.json") &
+    stage bench_trainer 120 "$python" -m skyrl_isoexec.bench trainer --out "$logs/bench_trainer.json"
+    touch "$logs/bench.done") &
 fi
 if wanted engines; then
     (export CUDA_VISIBLE_DEVICES=$(gpu engines)
+    while wanted bench && [ ! -f "$logs/bench.done" ] && [ "$SECONDS" -lt "$deadline" ]; do sleep 1; done # one is timed
     stage engine_smollm2 300 "$python" -m skyrl_isoexec.bench engine "$model" --seconds 100 --repeats 3 \
         --out "$logs/engine_smollm2.json"
     for part in hybrid moe mla; do
