@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One model on one GPU, checked end to end without a launcher: what `gpu_smollm2.sh` runs, stage by stage.
+"""One model on one GPU, checked end to end without a launcher: what `gpu_all.sh` runs of it, stage by stage.
 
     python scripts/gpu_smollm2.py site FOLDER              entry points and patches for packages that lie in a folder
     python scripts/gpu_smollm2.py offline MODEL OUT.json   our engine against the trainer's decoder, to the bit
@@ -323,11 +323,10 @@ def table(folder: Path) -> int:
         spread = f"mean_abs {found['mean_abs']:.2e}, max_abs {found['max_abs']:.2e}"
         print(f"run {arm:<8} {found['steps']} steps, {differ}, {spread}, {found['counters']}")
         print(f"    reward {found['rewards']}\n    step_s {found['step_s']}")
-    engine = folder / "engine.json"
-    if engine.is_file():
+    for path in sorted(folder.glob("engine_*.json")):
         from skyrl_isoexec.bench.engine import table as engines
 
-        print(engines(json.loads(engine.read_text(encoding="utf-8"))["arms"]))
+        print(f"{path.stem}\n{engines(json.loads(path.read_text(encoding='utf-8'))['arms'])}")
     return 0
 
 

@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace, ask: Callable[..., dict[str, Any]] = ask)
         return 2
     question = {
         "model": str(arguments.model),
-        "family": arguments.family,
         "sequences": arguments.sequences,
         "prompt": arguments.prompt,
         "tokens": arguments.tokens,
@@ -84,7 +83,6 @@ def run(arguments: argparse.Namespace, ask: Callable[..., dict[str, Any]] = ask)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("model", type=Path, help="folder of a Hugging Face checkpoint")
-    parser.add_argument("--family", default="llama", help="its family, for the unified model")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), help=f"default: {', '.join(ARMS)}")
     parser.add_argument("--sequences", nargs="*", type=int, default=[1, 16, 128, 256])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")

@@ -5,138 +5,79 @@ ratio, and the floor, the time that the bytes or operations of the problem need 
 whose gate is not valid for this source is refused by name and not timed: a price without its proof says nothing.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from skyrl_isoexec.bench import cases, cases_experts, cases_latent
+from skyrl_isoexec.bench.cases import Case
 from skyrl_isoexec.bench.natives import Natives
-from skyrl_isoexec.bench.timing import copies, floor_ms, milliseconds
+from skyrl_isoexec.bench.timing import floor_ms, milliseconds
 from skyrl_isoexec.gate.record import GateError, require
-from skyrl_isoexec.kernels.attention import kernel as attention
-from skyrl_isoexec.kernels.linear import kernel as linear
-from skyrl_isoexec.kernels.logprob import kernel as logprob
-from skyrl_isoexec.kernels.rmsnorm import kernel as rmsnorm
-from skyrl_isoexec.kernels.rope import kernel as rope
-from skyrl_isoexec.kernels.row_linear import kernel as row_linear
-from skyrl_isoexec.kernels.swiglu import kernel as swiglu
-from skyrl_isoexec.schedule import Schedule
 
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 QUICK_ROWS = (1, 64, 256, 4096)
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "MiMo-7B": {"hidden": 4096, "heads": 32, "kv": 8, "dim": 128, "mlp": 11008, "vocab": 151_680},
     "Qwen3.5-9B": {"hidden": 4096, "heads": 16, "kv": 4, "dim": 256, "mlp": 12288, "vocab": 248_320},
-    "Qwen3.5-35B-A3B": {"hidden": 2048, "heads": 16, "kv": 2, "dim": 256, "mlp": 512, "vocab": 248_320},
-}
-"""Widths from the models' public configurations."""
+    "Qwen3.5-35B-A3B": {
+        "hidden": 2048, "heads": 16, "kv": 2, "dim": 256, "mlp": 512, "vocab": 248_320,
+        "experts": 256, "top": 8, "width": 512, "scoring": "softmax",
+    },
+    "GLM-4.7-Flash": {
+        "hidden": 2048, "heads": 20, "dim": 256, "latent": 512, "rope": 64, "nope": 192, "value": 256,
+        "experts": 64, "top": 4, "width": 1536, "scoring": "sigmoid",
+    },
+}  # fmt: skip
+"""Widths from the models' public configurations; rows that the first two have say nothing new of the last."""
 DECODES = ((1, 2048), (1, 32768), (16, 2048), (16, 32768), (128, 2048), (128, 8192))
 """(sequences, context)."""
 PREFILLS = ((4, 2048), (1, 8192), (1, 16384))
-SCHEDULE = Schedule(kv_block=64, kv_partition=512)
-BF16 = torch.bfloat16
-REGION = {
-    "linear": "linear", "row_linear": "row_linear", "add_rmsnorm": "rmsnorm", "rope": "rope", "silu_mul": "swiglu",
-    "token_logprobs": "logprob", "prefill": "attention", "decode": "attention",
+LAYER = ("combine", "experts", "router", "swiglu")
+REGIONS = {
+    "linear": ("linear",), "row_linear": ("row_linear",), "add_rmsnorm": ("rmsnorm",), "rope": ("rope",),
+    "silu_mul": ("swiglu",), "token_logprobs": ("logprob",), "prefill": ("attention",), "decode": ("attention",),
+    "experts": LAYER, "experts_batch": LAYER,
+    "mla_decode": ("mla",), "mla_prefill": ("mla",), "mla_form": ("mla",), "head_linear": ("mla",),
 }  # fmt: skip
-"""Row of the table -> the gate that it needs."""
+"""Row of the table -> the gates that it needs."""
 
 
-def _normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda").to(BF16)
-
-
-def _products(model: dict, num_m: int, natives: Natives):
-    hidden, inner, width = model["hidden"], model["mlp"], model["heads"] * model["dim"]
-    for op, n, k in (
-        ("linear", width, hidden), ("linear", inner, hidden),
-        ("row_linear", hidden, width), ("row_linear", hidden, inner),
-    ):  # fmt: skip
-        made = copies(lambda n=n, k=k: (_normal(num_m, k), _normal(n, k)), 2 * (n * k + num_m * k))
-        ours = linear.linear if op == "linear" else (lambda x, w: row_linear.row_linear(x, w, 1, None, x.dtype))
-        yield (
-            op,
-            f"{n}x{k}",
-            made,
-            ours,
-            lambda x, w: torch.mm(x, w.t()),
-            2 * (n * k + num_m * (n + k)),
-            2 * n * k * num_m,
-        )
-
-
-def _rows(model: dict, num_m: int, natives: Natives):
-    hidden, inner, heads, dim = model["hidden"], model["mlp"], model["heads"], model["dim"]
-    w, size = _normal(hidden), num_m * hidden
-    made = copies(lambda: (_normal(num_m, hidden), _normal(num_m, hidden)), 4 * size)
-    yield ("add_rmsnorm", str(hidden), made, lambda x, r: rmsnorm.add_rmsnorm(x, r, w, 1e-6),
-           lambda x, r: natives.add_rmsnorm(x, r, w), 8 * size, 0)  # fmt: skip
-    table, positions = torch.randn(16384, dim, device="cuda"), torch.arange(num_m, device="cuda") % 16384
-    made = copies(lambda: (_normal(num_m, heads, dim),), 2 * num_m * heads * dim)
-    yield ("rope", f"{heads}x{dim}", made, lambda x: rope.rope(x, positions, table),
-           lambda x: natives.rope(x, positions, table), 4 * num_m * heads * dim, 0)  # fmt: skip
-    size, out = num_m * inner, _normal(num_m, inner)
-
-    def pair():
-        both = _normal(num_m, 2 * inner)
-        return (*(x.contiguous() for x in both.chunk(2, -1)), both)
-
-    made = copies(pair, 4 * size)
-    yield ("silu_mul", str(inner), made, lambda g, u, _both: swiglu.silu_mul(g, u),
-           lambda _g, _u, both: natives.silu_mul(both, out), 6 * size, 0)  # fmt: skip
-
-
-def _logprobs(model: dict, num_m: int):
-    size = model["vocab"]
-    ids = torch.randint(size, (num_m,), device="cuda")
-    made = copies(lambda: (torch.randn(num_m, size, device="cuda") * 4,), 4 * num_m * size)
-    yield ("token_logprobs", str(size), made, lambda x: logprob.token_logprobs(x, ids),
-           lambda x: x.log_softmax(1).gather(1, ids[:, None]), 4 * num_m * size, 0)  # fmt: skip
-
-
-def _prefill(model: dict, num: int, length: int, natives: Natives):
-    heads, kv, dim = model["heads"], model["kv"], model["dim"]
-    bounds = torch.arange(0, (num + 1) * length, length, dtype=torch.int32, device="cuda")
-    tokens, scale = num * length, dim**-0.5
-    made = [(_normal(tokens, heads, dim), _normal(tokens, kv, dim), _normal(tokens, kv, dim))]
-    yield ("prefill", f"{num}x{length}", made,
-           lambda q, k, v: attention.attention(q, k, v, bounds, scale, schedule=SCHEDULE),
-           lambda q, k, v: natives.prefill(q, k, v, bounds, length, scale),
-           4 * tokens * (heads + kv) * dim, 2 * num * length * length * heads * dim)  # fmt: skip
-
-
-def _decode(model: dict, num: int, context: int, natives: Natives):
-    heads, kv, dim, page = model["heads"], model["kv"], model["dim"], 64
-    pages, scale = num * context // page, dim**-0.5
-    table = torch.arange(pages, dtype=torch.int32, device="cuda").view(num, -1)
-    starts = torch.arange(num + 1, dtype=torch.int32, device="cuda")
-    lengths = torch.full((num,), context, dtype=torch.int32, device="cuda")
-    num_bytes = 4 * num * context * kv * dim
-    made = copies(lambda: (_normal(num, heads, dim), _normal(pages, 2, kv, dim, page)), num_bytes)
-    yield ("decode", f"{num}x{context}", made,
-           lambda q, c: attention.attention_paged(q, c, table, starts, lengths, scale, schedule=SCHEDULE),
-           lambda q, c: natives.decode(q, c, table, lengths, starts, scale), num_bytes,
-           4 * num * context * heads * dim)  # fmt: skip
-
-
-def _work(model: dict, quick: bool, natives: Natives):
-    """Generators of the cases of a model, with their number of rows."""
+def work(model: dict, quick: bool, natives: Natives) -> Iterator[tuple[int, Iterator[Case]]]:
+    """Generators of the cases of a model, with their number of rows; one that fails leaves the others."""
+    if "latent" in model:
+        for num, context in cases_latent.DECODES:
+            yield num, cases_latent.decode(model, num, context, natives)
+        for whole in (False, True):
+            yield cases_latent.PREFILL, cases_latent.prefill(model, natives, whole=whole)
+        for num_m in cases_latent.ROWS:
+            yield num_m, cases_latent.products(model, num_m)
+    if "experts" in model:
+        for num_m in (*cases_experts.STEPS, *cases_experts.BATCHES):
+            yield num_m, cases_experts.cases(model, num_m)
+    if "latent" in model:
+        return
     for num, length in PREFILLS[:2] if quick else PREFILLS:
-        yield num * length, _prefill(model, num, length, natives)
+        yield num * length, cases.prefill(model, num, length, natives)
     for num, context in DECODES[2:5:2] + DECODES[:1] if quick else DECODES:
-        yield num, _decode(model, num, context, natives)
+        yield num, cases.decode(model, num, context, natives)
     for num_m in QUICK_ROWS if quick else ROWS:
-        yield num_m, _rows(model, num_m, natives)
-        yield num_m, _products(model, num_m, natives)
+        yield num_m, cases.rows(model, num_m, natives)
+        yield num_m, cases.products(model, num_m, natives)
         if num_m <= 4096:
-            yield num_m, _logprobs(model, num_m)
+            yield num_m, cases.logprobs(model, num_m)
 
 
 def refusals() -> dict[str, str]:
     """{region: why} of every gate of sm90 that is not valid."""
     found = {}
-    for region in dict.fromkeys(REGION.values()):
+    for region in dict.fromkeys(region for needed in REGIONS.values() for region in needed):
         try:
             require(region, "sm90")
         except GateError as error:
@@ -144,9 +85,34 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def run(arguments: argparse.Namespace) -> int:
+def measure(case: Case, native: str, time_of: Callable[..., float]) -> dict[str, Any]:
+    """One row. A stock arm that fails says why, and leaves ours its time."""
+    with torch.no_grad():
+        mine = time_of(case.ours, case.made)
+        try:
+            theirs, error = time_of(case.native, case.made), None
+        except Exception as caught:
+            theirs, error = None, repr(caught)[:300]
+    found = {
+        "op": case.op, "shape": case.shape, "native": native, "ours_ms": mine, "native_ms": theirs,
+        "ratio": mine / theirs if theirs else None, "floor_ms": floor_ms(case.num_bytes, case.flops),
+    }  # fmt: skip
+    return found if error is None else found | {"native_error": error}
+
+
+def shown(name: str, num_m: int, row: dict[str, Any]) -> str:
+    """A line of the table."""
+    theirs = f"{row['native_ms'] * 1e3:9.1f} ratio {row['ratio']:5.2f}" if row["native_ms"] else row["native_error"]
+    return (
+        f"{name:16} {row['op']:14} {row['shape']:12} M {num_m:6} ours {row['ours_ms'] * 1e3:9.1f} native {theirs}  "
+        f"floor {row['floor_ms'] * 1e3:9.1f}"
+    )
+
+
+def run(arguments: argparse.Namespace, time_of: Callable[..., float] = milliseconds) -> int:
     """Times everything, prints a line for each, writes the JSON; 2 without a GPU, for an unknown model, or refused."""
-    chosen = arguments.models or (["MiMo-7B", "Qwen3.5-35B-A3B"] if arguments.quick else list(MODELS))
+    quick = ["MiMo-7B", "Qwen3.5-35B-A3B", "GLM-4.7-Flash"]
+    chosen = arguments.models or (quick if arguments.quick else list(MODELS))
     unknown = sorted(set(chosen) - MODELS.keys())
     if unknown or not torch.cuda.is_available():
         print(f"bench layers: unknown models {unknown}" if unknown else "bench layers: there is no CUDA device")
@@ -155,25 +121,21 @@ def run(arguments: argparse.Namespace) -> int:
     for reason in refused.values():
         print(f"bench layers refuses: {reason}")
     natives, results, deadline = Natives(), [], time.monotonic() + arguments.seconds
+    natives.names |= cases_experts.NAMES | cases_latent.NAMES
+    natives.names |= {op: f"{natives.names['prefill']}, expanded" for op in ("mla_prefill", "mla_form")}
     device = torch.cuda.get_device_name(0)
     print(f"{device}, torch {torch.__version__}; medians of replayed graphs, microseconds")
     for name in chosen:
-        for num_m, cases in _work(MODELS[name], arguments.quick, natives):
+        for num_m, found in work(MODELS[name], arguments.quick, natives):
             if time.monotonic() > deadline:
                 continue
             try:
-                for op, shape, made, ours, native, num_bytes, flops in cases:
-                    if REGION[op] in refused:
+                for case in found:
+                    if refused.keys() & set(REGIONS[case.op]):
                         continue
-                    with torch.no_grad():
-                        mine, theirs = milliseconds(ours, made), milliseconds(native, made)
-                    floor = floor_ms(num_bytes, flops)
-                    results.append({
-                        "model": name, "op": op, "rows": num_m, "shape": shape, "native": natives.names[op],
-                        "ours_ms": mine, "native_ms": theirs, "ratio": mine / theirs, "floor_ms": floor,
-                    })  # fmt: skip
-                    print(f"{name:16} {op:14} {shape:12} M {num_m:6} ours {mine * 1e3:9.1f} native {theirs * 1e3:9.1f} "
-                          f"ratio {mine / theirs:5.2f}  floor {floor * 1e3:9.1f}", flush=True)  # fmt: skip
+                    row = measure(case, natives.names[case.op], time_of)
+                    results.append({"model": name, "rows": num_m, **row})
+                    print(shown(name, num_m, row), flush=True)
             except torch.cuda.OutOfMemoryError as error:
                 print(f"{name} rows {num_m}: {error}"[:120])
             except Exception as error:  # one operator that fails leaves the others to be timed

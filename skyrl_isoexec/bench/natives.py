@@ -4,13 +4,15 @@ Notable: vLLM is looked up by name, because a benchmark takes what is there; not
 """
 
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def _of_vllm(module: str, name: str):
+def of_vllm(module: str, name: str) -> Any:
+    """What vLLM has there, or None."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError, RuntimeError):
@@ -21,8 +23,8 @@ class Natives:
     """Each operator and the name of what serves it."""
 
     def __init__(self) -> None:
-        self.ops = _of_vllm("vllm._custom_ops", "fused_add_rms_norm") and importlib.import_module("vllm._custom_ops")
-        self.flash = _of_vllm("vllm.vllm_flash_attn", "flash_attn_varlen_func")
+        self.ops = of_vllm("vllm._custom_ops", "fused_add_rms_norm") and importlib.import_module("vllm._custom_ops")
+        self.flash = of_vllm("vllm.vllm_flash_attn", "flash_attn_varlen_func")
         self.names = {
             "linear": "torch.mm",
             "row_linear": "torch.mm",

@@ -256,7 +256,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _require(1 <= self.digits <= 3, f"task.digits {self.digits} is not 1, 2 or 3")
-        _require(0 <= self.shots <= 256, f"task.shots {self.shots} is not in [0, 256]")
+        _require(0 <= self.shots <= 512, f"task.shots {self.shots} is not in [0, 512]")
         _require(self.name == "addition" or self.shots == 0, f"task.shots {self.shots}: task.name={self.name} has none")
         _require(self.held_out_one_in > 1, f"task.held_out_one_in {self.held_out_one_in} is not above 1")
 

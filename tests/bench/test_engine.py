@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_isoexec.bench.commands import add_parser
 from skyrl_isoexec.bench.engine import ARMS, run, table
-from skyrl_isoexec.runtimes.vllm.throughput import Question, engine_arguments
+from skyrl_isoexec.runtimes.vllm.throughput import Question, engine_arguments, stock_folder
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -44,11 +44,50 @@ def test_nothing_measured_is_an_empty_table() -> None:
     assert table({"stock": {"failed": "no answer in 9 s"}}).splitlines()[-1] == "stock: no answer in 9 s"
 
 
-def test_arms_differ_in_what_is_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    common = {"model": "folder", "family": "llama", "sequences": (1,), "prompt": 8, "tokens": 8, "repeats": 1}
-    ours, stock = (engine_arguments(Question(arm=arm, **common)) for arm in ("isoexec", "stock"))
-    assert {name for name in ours.keys() | stock.keys() if ours.get(name) != stock.get(name)} == {
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "head_dim": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+}  # fmt: skip
+HYBRID = LLAMA | {
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def asked(folder: Path, arm: str, fields: dict[str, Any]) -> Question:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return Question(arm=arm, model=str(folder), sequences=(1,), prompt=8, tokens=8, repeats=1, implementation="cpu")
+
+
+def different(ours: dict[str, Any], stock: dict[str, Any]) -> set[str]:
+    return {name for name in ours.keys() | stock.keys() if ours.get(name) != stock.get(name)}
+
+
+def test_arms_differ_in_what_is_theirs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, stock = (engine_arguments(asked(tmp_path, arm, LLAMA)) for arm in ("isoexec", "stock"))
+    assert different(ours, stock) == {
         "additional_config", "block_size", "compilation_config", "hf_overrides", "worker_cls", "worker_extension_cls",
     }  # fmt: skip
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert engine_arguments(Question(arm="stock", **common)) == stock | {"attention_backend": "FLASH_ATTN"}
+    invariant = engine_arguments(asked(tmp_path, "stock", LLAMA))
+    assert invariant == stock | {"attention_backend": "FLASH_ATTN"}
+
+
+def test_a_hybrid_has_pages_for_its_states_and_stock_the_whole_model(tmp_path: Path) -> None:
+    question = asked(tmp_path, "stock", HYBRID)
+    ours, stock = engine_arguments(asked(tmp_path, "isoexec", HYBRID)), engine_arguments(question)
+    assert ours["block_size"] % 64 == 0 and ours["hf_overrides"] == {"architectures": ["IsoExecHybridForCausalLM"]}
+    assert stock["additional_config"] == {"gdn_prefill_backend": "triton"}
+    assert (stock["load_format"], stock["language_model_only"]) == ("dummy", True)
+    made = tmp_path / "whole"
+    made.mkdir()
+    assert stock_folder(question, made) == str(made)
+    whole = json.loads((made / "config.json").read_text())
+    assert whole["architectures"] == ["Qwen3_5ForConditionalGeneration"] and whole["text_config"] == HYBRID | {
+        "mamba_ssm_dtype": "float32"
+    }
+    assert whole["tie_word_embeddings"] is True and "vision_config" not in whole
+    assert stock_folder(asked(tmp_path, "stock", LLAMA), made) == str(tmp_path)

@@ -12,11 +12,17 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_isoexec.runtimes.vllm.settings import EngineSettings
+from skyrl_isoexec.model.checkpoint import CONFIG, read_config
+from skyrl_isoexec.model.families import from_hf
+from skyrl_isoexec.runtimes.vllm.pages import hybrid_page_size, state_kernels
+from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, HybridPages
 from skyrl_isoexec.schedule import Schedule
 
 
@@ -28,8 +34,6 @@ class Question:
     """The unified model, or vLLM's own; its batch-invariant mode is stock with VLLM_BATCH_INVARIANT=1."""
     model: str
     """Folder of a checkpoint."""
-    family: str
-    """Its family; used by the unified model alone."""
     sequences: tuple[int, ...]
     """Numbers of sequences that decode together."""
     prompt: int
@@ -42,6 +46,8 @@ class Question:
     """Memory of the cache."""
     implementation: str = "kernel"
     """Kernels of the unified model."""
+    device: str = "cuda"
+    """Or cpu, where only the command itself is tested."""
 
 
 def engine_arguments(question: Question) -> dict[str, Any]:
@@ -58,26 +64,64 @@ def engine_arguments(question: Question) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "seed": 0,
     }
+    fields = read_config(Path(question.model))
+    config = from_hf(fields, dtype="bfloat16")
     if question.arm == "stock":
         invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-        return arguments | ({"attention_backend": "FLASH_ATTN"} if invariant else {})
+        chosen = {"attention_backend": "FLASH_ATTN"} if invariant and not config.latent else {}
+        if config.hybrid:
+            chosen |= {"additional_config": {"gdn_prefill_backend": "triton"}}  # the other compiles at run time
+        if config.has_experts or config.hybrid:
+            chosen["load_format"] = "dummy"  # random weights of the same sizes: its classes look for other names
+        if str(fields["model_type"]) in WHOLE:
+            chosen["language_model_only"] = True
+        return arguments | chosen | ({"enforce_eager": True} if question.device == "cpu" else {})
     schedule = Schedule(num_leaves=1, kv_block=64, kv_partition=512)
-    settings = EngineSettings(family=question.family, kernels=question.implementation, schedule=schedule)
-    return arguments | settings.engine_arguments(dtype="bfloat16", device="cuda") | {"block_size": 64}
+    settings = EngineSettings(family=config.family, kernels=question.implementation, schedule=schedule)
+    size = hybrid_page_size(config, 1, state_kernels(question.implementation, schedule)) if config.hybrid else 64
+    pages = HybridPages(page_size=size, prefix_caching=False) if config.hybrid else None
+    ours = settings.engine_arguments(dtype="bfloat16", device=question.device, hybrid=pages)
+    return arguments | ours | {"block_size": size}
+
+
+WHOLE = {
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+}
+"""Text parts that vLLM 0.23.0 has within a whole model alone -> its type and class."""
+
+
+def stock_folder(question: Question, folder: Path) -> str:
+    """Where stock vLLM reads the model. For a text part, a configuration of the whole, of which it builds no tower.
+
+    Its module imports torchvision, without which the arm fails.
+    """
+    fields: Mapping[str, Any] = read_config(Path(question.model))
+    if fields["model_type"] not in WHOLE:
+        return question.model
+    kind, architecture = WHOLE[fields["model_type"]]
+    text = {"mamba_ssm_dtype": "float32"} | dict(fields)  # as published; the class of transformers does not write it
+    whole = {"architectures": [architecture], "model_type": kind, "text_config": text, "dtype": "bfloat16"}
+    whole["tie_word_embeddings"] = fields.get("tie_word_embeddings", False)
+    (folder / CONFIG).write_text(json.dumps(whole), encoding="utf-8")
+    return str(folder)
 
 
 def measure(question: Question) -> dict[str, Any]:
     """{"start_s", "rows": [{"sequences", "tokens_per_s", "first_token_s", "token_s"}]} of an engine started here."""
     from vllm import LLM, SamplingParams
 
-    begin = time.perf_counter()
-    engine = LLM(question.model, **engine_arguments(question))
+    begin, vocabulary = time.perf_counter(), from_hf(read_config(Path(question.model))).vocab_size
+    with tempfile.TemporaryDirectory() as made:
+        model = stock_folder(question, Path(made)) if question.arm == "stock" else question.model
+        engine = LLM(model, **engine_arguments(question))
     start = time.perf_counter() - begin
-    source = random.Random(0)
+    source, (lowest, highest) = random.Random(0), (min(1000, vocabulary // 2), min(40000, vocabulary))
 
     def timed(count: int, tokens: int) -> float:
         prompts = [
-            {"prompt_token_ids": [source.randrange(1000, 40000) for _ in range(question.prompt)]} for _ in range(count)
+            {"prompt_token_ids": [source.randrange(lowest, highest) for _ in range(question.prompt)]}
+            for _ in range(count)
         ]
         wanted = SamplingParams(
             max_tokens=tokens, min_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False
@@ -108,6 +152,8 @@ def main(arguments: list[str]) -> int:
     """Answer the question in the first argument."""
     given = json.loads(arguments[0])
     question = Question(**{**given, "sequences": tuple(given["sequences"])})
+    if question.device == "cpu":
+        os.environ.update(CPU_ENVIRONMENT)
     print(json.dumps({"question": dataclasses.asdict(question), **measure(question)}), flush=True)
     return 0
 
