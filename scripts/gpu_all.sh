@@ -13,6 +13,10 @@
 # host's memory. REGIONS names fewer gates; RUN, HYBRID, MOE and MLA give arguments of the runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+if [ $# -lt 4 ] || [ ! -d "$1" ] || [ ! -e "$2" ]; then
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' scripts/gpu_all.sh >&2
+    exit 2
+fi
 site=$(realpath "$1") model=$(realpath "$2") out=$3 deadline=$4
 shift 4
 parts=" ${*:-gates run hybrid moe mla checks flips tests bench engines} "
@@ -156,12 +160,12 @@ if wanted flips; then
 fi
 if wanted bench; then
     (export CUDA_VISIBLE_DEVICES=$(gpu bench)
-    ready gdn gdn_cpr
-    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
     ready $dense mla $experts
     stage bench_layers 200 "$python" -m skyrl_isoexec.bench layers --quick --seconds 150 --out "$logs/bench_layers.json"
     ready decoder
     stage bench_trainer 120 "$python" -m skyrl_isoexec.bench trainer --out "$logs/bench_trainer.json"
+    ready gdn gdn_cpr
+    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
     touch "$logs/bench.done") &
 fi
 if wanted engines; then
@@ -203,3 +207,4 @@ echo "== table"
 "$python" scripts/gpu_smollm2.py table "$logs"
 echo "== times"
 sort -n "$logs/times.txt"
+! grep -qE "exit [1-9]|left out" "$logs/times.txt" # 1 if something failed, was stopped or was left out

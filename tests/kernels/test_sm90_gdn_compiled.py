@@ -17,7 +17,7 @@ from hopper_source import TARGET, source_of  # noqa: E402
 
 from skyrl_isoexec.kernels.gdn import triton_outputs, triton_step  # noqa: E402
 from skyrl_isoexec.kernels.gdn_cpr import triton_recur  # noqa: E402
-from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk  # noqa: E402
+from skyrl_isoexec.kernels.numeric import sm90, sm90_gdn_chunk, sm90_gdn_rows, sm90_gdn_rows_back  # noqa: E402
 from skyrl_isoexec.kernels.numeric.gdn_proof import NARROW  # noqa: E402
 
 
@@ -62,6 +62,13 @@ def test_a_product_starts_from_what_is_written(kernel, zeros, started, key_width
     found = [operation for _, operation in products(kernel, DK=key_width, DV=width, BV=32)]
     assert found.count("arith.constant") == zeros and len(found) == zeros + started
     assert not {"arith.addf", "arith.subf"} & set(found)
+
+
+@pytest.mark.parametrize(("key_width", "width"), [(128, 128), *NARROW])
+@pytest.mark.parametrize("kernel", [sm90_gdn_rows.make_rows, sm90_gdn_rows_back.rows_back])
+def test_rows_of_unequal_widths(kernel, key_width, width):
+    """Branches for keys and for values have tiles of their own; the interpreter takes any, the compiler does not."""
+    assert not list(products(kernel, DK=key_width, DV=width, HB=4, ROWS=32))
 
 
 @triton.jit

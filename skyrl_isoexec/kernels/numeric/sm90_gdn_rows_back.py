@@ -44,6 +44,42 @@ def _gates_back(
     tl.store(shifts + heads, tl.sum(back, axis=0), mask=is_head)
 
 
+@triton.jit
+def _keys_back(
+    x, conv, source, dy, token, position, begin, there, slot, head, first_channel, row, channels,
+    C: tl.constexpr, DK: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dy of a query's or a key's head: through its norm, its rounding's argument and silu, the group's parts added."""
+    group: tl.constexpr = HV // HK
+    column = tl.arange(0, DK)
+    channel = (first_channel + column)[None, :]
+    y = taps(x, conv, x, token, position, begin, there, channel, channels, 1, channels, DK, W, False)
+    total = tl.zeros((ROWS, DK), tl.float32)
+    for member in range(group):
+        at = (slot * HV + head * group + member) * C * DK + row[:, None] * DK + column[None, :]
+        total += widen(tl.load(source + at))
+    value = widen(narrow(silu(y), tl.bfloat16))
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) + NORM_EPS)
+    along = tl.sum(total * value, axis=1) * inverse * inverse
+    back = inverse[:, None] * (total - value * along[:, None])
+    out = token.to(tl.int64)[:, None] * channels + channel
+    tl.store(dy + out, narrow(_silu_back(y, back), tl.bfloat16), mask=there[:, None])
+
+
+@triton.jit
+def _values_back(
+    x, conv, dv, dy, token, position, begin, there, slot, head, row, channels,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """dy of a value's head: through silu."""
+    column = tl.arange(0, DV)
+    channel = (2 * HK * DK + head * DV + column)[None, :]
+    y = taps(x, conv, x, token, position, begin, there, channel, channels, 1, channels, DV, W, False)
+    back = widen(tl.load(dv + (slot * HV + head) * C * DV + row[:, None] * DV + column[None, :]))
+    out = token.to(tl.int64)[:, None] * channels + channel
+    tl.store(dy + out, narrow(_silu_back(y, back), tl.bfloat16), mask=there[:, None])
+
+
 @triton.jit(do_not_specialize=["num_requests"])
 def rows_back(
     x, a, b, conv, a_log, dt_bias, base, owner, query_start, seq_lens, dq, dk, dv, dg, db, dy, da, db_out, rates,
@@ -57,12 +93,10 @@ def rows_back(
     if tl.load(owner + slot) < num_requests:
         _, first, begin, context, start = place(slot, base, owner, query_start, seq_lens, C)
         channels: tl.constexpr = 2 * HK * DK + HV * DV
-        group: tl.constexpr = HV // HK
         row = part * ROWS + tl.arange(0, ROWS)
         position = start + row
         token = first + position - begin
         there = (position >= begin) & (position < context)
-        out = token.to(tl.int64)[:, None] * channels
         if item == 0:
             if part == 0:
                 _gates_back(
@@ -70,27 +104,15 @@ def rows_back(
                     shifts + slot * HV, first, begin, context, start, C, HV, HB,
                 )  # fmt: skip
         elif item <= 2 * HK:
-            column = tl.arange(0, DK)
-            head = (item - 1) % HK
-            channel = ((item - 1) * DK + column)[None, :]
-            y = taps(x, conv, x, token, position, begin, there, channel, channels, 1, channels, DK, W, False)
-            source = dq if item <= HK else dk
-            total = tl.zeros((ROWS, DK), tl.float32)
-            for member in range(group):
-                at = (slot * HV + head * group + member) * C * DK + row[:, None] * DK + column[None, :]
-                total += widen(tl.load(source + at))
-            value = widen(narrow(silu(y), tl.bfloat16))
-            inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) + NORM_EPS)
-            along = tl.sum(total * value, axis=1) * inverse * inverse
-            back = inverse[:, None] * (total - value * along[:, None])
-            tl.store(dy + out + channel, narrow(_silu_back(y, back), tl.bfloat16), mask=there[:, None])
+            _keys_back(
+                x, conv, dq if item <= HK else dk, dy, token, position, begin, there, slot, (item - 1) % HK,
+                (item - 1) * DK, row, channels, C, DK, HK, HV, W, ROWS,
+            )  # fmt: skip
         else:
-            column = tl.arange(0, DV)
-            head = item - 1 - 2 * HK
-            channel = (2 * HK * DK + head * DV + column)[None, :]
-            y = taps(x, conv, x, token, position, begin, there, channel, channels, 1, channels, DV, W, False)
-            back = widen(tl.load(dv + (slot * HV + head) * C * DV + row[:, None] * DV + column[None, :]))
-            tl.store(dy + out + channel, narrow(_silu_back(y, back), tl.bfloat16), mask=there[:, None])
+            _values_back(
+                x, conv, dv, dy, token, position, begin, there, slot, item - 1 - 2 * HK, row, channels, C, DK, DV, HK,
+                HV, W,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "channels"])
