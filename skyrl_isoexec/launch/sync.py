@@ -6,7 +6,6 @@ here. Until then, and after any failure, it refuses to generate.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..model.digest import tensor_digest
 from ..model.shard import Shard
 from .engines import call
 
@@ -24,11 +24,6 @@ Key = tuple[str, Shard, int]
 
 class SyncRefused(RuntimeError):
     """The weights that arrived are not those that were sent."""
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -115,6 +110,6 @@ def differing(sent: Mapping[Key, str], arrived: Mapping[str, Mapping[str, Mappin
             key = key_of(name, part)
             if key not in sent:
                 problems.append(f"{process} holds {name}, part {part['rank']} of {part['parts']}, which was not sent")
-            elif sent[key] != (held := f"{part['dtype']} {part['shape']} {part['sha256']}"):
+            elif sent[key] != (held := f"{part['dtype']} {part['shape']} {part['digest']}"):
                 problems.append(f"{process}: {name} is {held[:-48]}, sent was {sent[key][:-48]}")
     return problems if arrived else ["no engine worker answered"]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from skyrl_isoexec.launch import sync
-from skyrl_isoexec.launch.sync import SyncProof, SyncRefused, differing, tensor_digest
+from skyrl_isoexec.launch.sync import SyncProof, SyncRefused, differing
+from skyrl_isoexec.model.digest import tensor_digest
 
 
 class Engines:
@@ -37,7 +38,7 @@ class Engines:
 def held_as(tensor: torch.Tensor) -> dict:
     """What a worker says of a tensor that it holds."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": tensor_digest(tensor)}
+    return {"dtype": dtype, "shape": list(tensor.shape), "digest": tensor_digest(tensor)}
 
 
 @pytest.fixture
@@ -101,4 +102,4 @@ def test_nothing_to_compare_is_a_difference() -> None:
 
 
 def part(digest: bytes) -> dict:
-    return {"dim": None, "parts": 1, "blocks": [], "rank": 0, "dtype": "float32", "shape": [3], "sha256": digest.hex()}
+    return {"dim": None, "parts": 1, "blocks": [], "rank": 0, "dtype": "float32", "shape": [3], "digest": digest.hex()}

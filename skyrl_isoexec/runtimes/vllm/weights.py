@@ -7,7 +7,6 @@ a set that is not complete: an engine never computes with half an update.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
+from skyrl_isoexec.model.digest import tensor_digest
 from skyrl_isoexec.model.families import lookup
 from skyrl_isoexec.model.pieces import Pieces
 from skyrl_isoexec.model.rope import rope_table
@@ -149,8 +149,10 @@ class WeightLoader:
         }
 
     def arrived(self) -> dict[str, dict[str, Any]]:
-        """As `places`, with the SHA-256 of each part's bytes."""
-        return {name: {**place, "sha256": _sha256(self.parameters[name])} for name, place in self.places().items()}
+        """As `places`, with the digest of each part's bytes."""
+        return {
+            name: {**place, "digest": tensor_digest(self.parameters[name])} for name, place in self.places().items()
+        }
 
     def check(self) -> None:
         """LoadError unless a whole set is in place, and every derived layout is the one of its weight."""
@@ -167,10 +169,6 @@ def expected_table(decoder: Decoder) -> torch.Tensor:
     """The rotary table that both sides have to hold, on the CPU."""
     with torch.device("cpu"):
         return rope_table(decoder.config)
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def _packed_is_fresh(module: torch.nn.Module) -> bool:

@@ -56,9 +56,9 @@ def on_ranks(of_transformers, experts):
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_on_ranks(on_ranks, of_transformers, checkpoint, experts, size: int) -> None:
     """Of matrices that come backwards, one call each: the bytes of the parts of the whole tensors."""
-    import hashlib
 
     from skyrl_isoexec.model.checkpoint import iter_tensors
+    from skyrl_isoexec.model.digest import tensor_digest
     from skyrl_isoexec.model.shard import Shard
 
     split = pieces(of_transformers("float32", **experts))
@@ -75,7 +75,7 @@ def test_parts_on_ranks(on_ranks, of_transformers, checkpoint, experts, size: in
         assert arrived.keys() == whole.keys()
         for name, part in arrived.items():
             data = Shard(dim=part["dim"], parts=part["parts"]).slice(whole[name], part["rank"])
-            assert part["sha256"] == hashlib.sha256(data.contiguous().view(torch.uint8).numpy()).hexdigest(), name
+            assert part["digest"] == tensor_digest(data), name
         assert arrived[f"{AT}.down_proj"]["parts"] == size
 
 

@@ -1,6 +1,5 @@
 """A hybrid with a contract: what it says of itself, weights of recurrent layers in place, and states of old weights."""
 
-import hashlib
 import random
 
 import pytest
@@ -175,13 +174,12 @@ def test_preemption_is_no_offence(
 
 def test_arrived(driver, other) -> None:
     """Each tensor's place with its blocks, and the digest of what was sent; one flipped bit is named."""
+    from skyrl_isoexec.model.digest import tensor_digest
+
     driver.sync(1, other)
-    sent = {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
-        for name, tensor in driver.tensors(other).items()
-    }
+    sent = {name: tensor_digest(tensor) for name, tensor in driver.tensors(other).items()}
     arrived = driver.call("isoexec_arrived")
-    assert {name: part["sha256"] for name, part in arrived.items()} == sent
+    assert {name: part["digest"] for name, part in arrived.items()} == sent
     cut = {name.rsplit(".linear_attn.")[1] for name, part in arrived.items() if part["blocks"]}
     assert cut == {"in_proj_qkv.weight", "conv1d.weight"}
     assert arrived["model.layers.0.linear_attn.conv1d.weight"]["blocks"] == [32, 32, 64]
@@ -189,4 +187,4 @@ def test_arrived(driver, other) -> None:
     for changed in ([name], []):
         driver.engine.apply_model(lambda model: model.get_parameter(name).detach().view(torch.int32)[2].bitwise_xor_(1))
         found = driver.call("isoexec_arrived")
-        assert [key for key, part in found.items() if part["sha256"] != sent[key]] == changed
+        assert [key for key, part in found.items() if part["digest"] != sent[key]] == changed

@@ -154,12 +154,8 @@ def test_the_cache_alone_wakes_up(driver, prompts, generate) -> None:
 
 def test_arrived(driver) -> None:
     """Digests of what lies in memory are those of what was sent; one flipped bit is named, stale derived data too."""
-    import hashlib
-
     from skyrl_isoexec.contract import digest
-
-    def sha256(tensor) -> str:
-        return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    from skyrl_isoexec.model.digest import tensor_digest
 
     def flip(name: str) -> None:
         driver.engine.apply_model(
@@ -167,13 +163,13 @@ def test_arrived(driver) -> None:
         )
 
     driver.sync(1, seed=1)
-    sent = {name: sha256(tensor) for name, tensor in driver.tensors(1).items()}
+    sent = {name: tensor_digest(tensor) for name, tensor in driver.tensors(1).items()}
     for name in (NORM, f"{UP}.weight"):
         arrived = driver.call("isoexec_arrived")
-        assert {key: part["sha256"] for key, part in arrived.items()} == sent
+        assert {key: part["digest"] for key, part in arrived.items()} == sent
         assert arrived[name]["rank"] == 0 and arrived[name]["parts"] == 1 and "dim" in arrived[name]
         flip(name)
-        assert [key for key, part in driver.call("isoexec_arrived").items() if part["sha256"] != sent[key]] == [name]
+        assert [key for key, part in driver.call("isoexec_arrived").items() if part["digest"] != sent[key]] == [name]
         if name != NORM:
             driver.call("isoexec_begin_sync", 2)
             driver.call("isoexec_arrived")
