@@ -2,10 +2,14 @@
 
 Each group of commands is a module with `add_parser(groups)`: it adds a parser whose commands set `run`, a function from
 the parsed arguments to an exit code (0 done, 2 refused). Modules of groups stay light at import.
+Who reads the output may stop before its end, as `head` does: that is silent.
 """
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,8 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = parser.add_subparsers(dest="group", required=True, metavar="GROUP")
     for module in GROUPS:
         importlib.import_module(module).add_parser(groups)
-    parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    try:
+        try:
+            parsed = parser.parse_args(arguments)
+            return parsed.run(parsed)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is flushed at exit
+        return 128 + signal.SIGPIPE
+
+
+def _is_read() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # of a pipe without a reader, an error is told unasked
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_isoexec.contract.canonical import parse, spell, spelled
-from skyrl_isoexec.contract.errors import ContractError, Violation, dotted, shown
+from skyrl_isoexec.contract.errors import SEAL, ContractError, Violation, dotted, shown
 from skyrl_isoexec.contract.schema import Contract
 
 _UNREAD = object()
@@ -58,7 +58,7 @@ def _sealed(contract: Contract) -> None:
     if type(contract) is not Contract:
         raise ContractError(Violation("", shown(contract), "a Contract"))
     if contract.identities is None:
-        raise ContractError(Violation("identities", "None", "digests of this contract", "use contract.seal"))
+        raise ContractError(Violation("identities", "None", "digests of this contract", SEAL))
 
 
 @cache

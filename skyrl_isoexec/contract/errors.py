@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.\-/@+]+")
 _LONGEST = 120
+SEAL = "build it with `isoexec contract build OVERRIDE ...`, or in Python with contract.seal"
+"""How a contract gets the identities that belong to its fields."""
 
 
 class Violation(NamedTuple):

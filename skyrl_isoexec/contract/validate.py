@@ -13,7 +13,7 @@ from skyrl_isoexec.contract import topology
 from skyrl_isoexec.contract.cases import CASE_NAMES, CASES
 from skyrl_isoexec.contract.claims import STATES
 from skyrl_isoexec.contract.codec import plain
-from skyrl_isoexec.contract.errors import ContractError, Violation, join, shown
+from skyrl_isoexec.contract.errors import SEAL, ContractError, Violation, join, shown
 from skyrl_isoexec.contract.identity import identities
 from skyrl_isoexec.contract.schema import GATE, GATE_FORM, Contract, Entry
 
@@ -150,12 +150,12 @@ def tolerances(contract: Contract) -> Iterator[Violation]:
 def stated(contract: Contract) -> Iterator[Violation]:
     """The identities are the digests of the fields."""
     if contract.identities is None:
-        yield Violation("identities", "None", "digests of this contract", "use contract.seal")
+        yield Violation("identities", "None", "digests of this contract", SEAL)
         return
     for name, needed in plain(identities(contract)).items():
         found = getattr(contract.identities, name)
         if found != needed:
-            yield Violation(f"identities.{name}", found, f"{needed}, the digest of the fields", "use contract.seal")
+            yield Violation(f"identities.{name}", found, f"{needed}, the digest of the fields", SEAL)
 
 
 CHECKS: tuple[Callable[[Contract], Iterator[Violation]], ...] = (

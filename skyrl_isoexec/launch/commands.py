@@ -34,6 +34,8 @@ def _refusing(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
     def guarded(arguments: argparse.Namespace) -> int:
         try:
             return run(arguments)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError) as error:
             print(f"refused: {error}", file=sys.stderr)
             return REFUSED

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,15 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Folder of the configuration's files."""
 
 
-def compose(arguments: Sequence[str], *, now: float | None = None) -> "tuple[LaunchConfig, SkyRLTrainConfig]":
+def compose(
+    arguments: Sequence[str], *, now: float | None = None, present: Callable[[str], None] | None = None
+) -> "tuple[LaunchConfig, SkyRLTrainConfig]":
     """The configurations that `arguments` (in the form of `sys.argv[1:]`) ask for.
 
     ConfigError, with a text for the user, for everything that is refused: an unknown or misspelled group, option or key
     at any depth, a value of a wrong type, settings that contradict each other. `now` (seconds since the epoch) decides
-    the name of a run that has none.
+    the name of a run that has none. `present` is given `runtime.device` before settings are compared with each other,
+    and may refuse it: what contradicts a device that the machine does not have is no help.
     """
     root = schema()
     overrides = parse(arguments, groups_of(CONFIGS))
@@ -61,6 +64,8 @@ def compose(arguments: Sequence[str], *, now: float | None = None) -> "tuple[Lau
     anchor(tree)
     layout.resolve(tree, overrides.values)
     name_run(tree, now)
+    if present is not None:
+        present(tree["runtime"]["device"])
     links.spread(tree)
     if tree["exec"]["name"] != overrides.groups["exec"]:
         chosen, name = overrides.groups["exec"], tree["exec"]["name"]

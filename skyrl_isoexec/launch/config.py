@@ -80,9 +80,10 @@ class ShapeConfig:
         return own | self.more | {"rope_parameters": rope | self.more.get("rope_parameters", {})}
 
     def __post_init__(self) -> None:
-        sizes = (self.hidden_size, self.num_layers, self.num_heads, self.num_kv_heads, self.max_position)
-        widths = (width for width in (self.intermediate_size, self.head_dim) if width is not None)
-        _require(min(*sizes, *widths) > 0, "model.shape: every size has to be positive")
+        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "max_position")
+        for name in (*sizes, "intermediate_size", "head_dim"):
+            size = getattr(self, name)
+            _require(size is None or size > 0, f"model.shape.{name} {size} is not positive")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"model.shape.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
@@ -209,7 +210,8 @@ class RuntimeConfig:
             _require(getattr(self, name) > 0, f"runtime.{name} {getattr(self, name)} is not positive")
         _require(
             self.device == "cuda" or self.transport == "gloo",
-            f"runtime.transport={self.transport} needs runtime.device=cuda",
+            f"runtime.transport={self.transport} needs runtime.device=cuda; set runtime.transport=gloo, or choose "
+            "runtime=cuda",
         )
 
 
@@ -231,7 +233,8 @@ class RecipeConfig:
     """Of the initial weights and of the batches."""
 
     def __post_init__(self) -> None:
-        _require(self.steps > 0 and self.batch_size > 0, "task.base.steps and task.base.batch_size have to be positive")
+        for name in ("steps", "batch_size"):
+            _require(getattr(self, name) > 0, f"task.base.{name} {getattr(self, name)} is not positive")
         _require(0 < self.lr <= 1, f"task.base.lr {self.lr} is not in (0, 1]")
         _require(self.warmup_steps >= 0, f"task.base.warmup_steps {self.warmup_steps} is negative")
         _require(0 <= self.seed < 2**31, f"task.base.seed {self.seed} is not in [0, 2**31)")
@@ -304,28 +307,35 @@ class LaunchConfig:
         )
 
     def __post_init__(self) -> None:
-        _require(
-            self.runtime.page_size % self.kernels.kv_block == 0,
-            f"runtime.page_size {self.runtime.page_size} is not a multiple of kernels.kv_block {self.kernels.kv_block}",
-        )
-        largest = max(self.topology.trainer.tp, self.topology.engine.tp)
-        leaves = self.kernels.num_leaves
-        _require(
-            leaves is None or leaves >= largest,
-            f"kernels.num_leaves {leaves} is below the largest tensor-parallel degree {largest} of topology",
-        )
         if self.exec.name == "isoexec":
-            device, impl, dtype = self.runtime.device, self.kernels.impl, self.model.dtype
+            device, impl = self.runtime.device, self.kernels.impl
             _require(
                 (device == "cuda") == (impl == "kernel"),
                 f"kernels.impl={impl} does not compute on runtime.device={device}; choose "
                 + ("kernels=sm90" if device == "cuda" else "kernels=cpu, or runtime=cuda"),
             )
+        page, block = self.runtime.page_size, self.kernels.kv_block
+        _require(
+            page % block == 0,
+            f"runtime.page_size {page} is not a multiple of kernels.kv_block {block}; set it to one, such as "
+            f"{-(-page // block) * block}",
+        )
+        largest = max(self.topology.trainer.tp, self.topology.engine.tp)
+        leaves = self.kernels.num_leaves
+        _require(
+            leaves is None or leaves >= largest,
+            f"kernels.num_leaves {leaves} is below the largest tensor-parallel degree {largest} of topology; set it to "
+            f"{largest} or null",
+        )
+        if self.exec.name == "isoexec":
             _require(
-                impl != "kernel" or dtype == "bfloat16",
-                f"model.dtype={dtype} with kernels.impl=kernel: a GPU has no exact fp32 product; choose bfloat16",
+                self.kernels.impl != "kernel" or self.model.dtype == "bfloat16",
+                f"model.dtype={self.model.dtype} with kernels.impl=kernel: a GPU has no exact fp32 product; set "
+                "model.dtype=bfloat16",
             )
         if self.exec.name == "native":
             for name in ("tp", "pp", "ep"):
                 degree = getattr(self.topology.trainer, name)
-                _require(degree == 1, f"topology.trainer.{name}={degree} with exec=native: that trainer has degree 1")
+                _require(
+                    degree == 1, f"topology.trainer.{name}={degree} with exec=native: that trainer has 1; set it to 1"
+                )

@@ -38,7 +38,7 @@ def _main(argv: list[str]) -> int:
     from .compose import ConfigError, compose
 
     try:
-        launch, cfg = compose(argv)
+        launch, cfg = compose(argv, present=_present)
         from .preflight import check
 
         contract = check(launch, cfg)
@@ -49,6 +49,13 @@ def _main(argv: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return _run(launch, cfg, contract)
+
+
+def _present(device: str) -> None:
+    if device != "cpu":
+        from .preflight import machine
+
+        machine.device(device)
 
 
 def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:

@@ -32,7 +32,7 @@ def groups_of(folder: Path) -> dict[str, list[str]]:
 
 
 def parse(arguments: Sequence[str], groups: dict[str, list[str]]) -> Overrides:
-    """Read arguments such as `+exec=isoexec`, `topology=tp2` or `trainer.seed=3`. ConfigError for what is refused.
+    """Read arguments such as `+exec=isoexec`, `topology=trainer_tp2` or `trainer.seed=3`. ConfigError for others.
 
     A leading `+` or `++` is allowed and means nothing: there is no key to be added that the schema does not have. As in
     Hydra, the last of several assignments to one key or group holds, so that a script can end in the user's arguments.

@@ -18,6 +18,7 @@ from skyrl_isoexec.contract import (
     seal,
     validate,
 )
+from skyrl_isoexec.contract.errors import SEAL
 
 
 def violations(contract: Contract) -> list[str]:
@@ -228,7 +229,7 @@ def test_identities_are_recomputed(contract):
     stale = replace(contract, deployment={**contract.deployment, "more": 1})
     (line,) = violations(stale)
     old, new = contract.identities.deployment, seal(stale).identities.deployment
-    assert line == f"identities.deployment is {old}; it must be {new}, the digest of the fields; use contract.seal"
+    assert line == f"identities.deployment is {old}; it must be {new}, the digest of the fields; {SEAL}"
     assert violations(replace(contract, identities=None))[0].startswith("identities is None")
 
 

@@ -1,4 +1,8 @@
-"""What the tests on a Hopper GPU share. They need torch, triton, numpy and pytest, and are skipped without one."""
+"""What the tests on a Hopper GPU share. They need torch, triton, numpy and pytest.
+
+Without one they are skipped among others, and refused where they alone were asked for: that nothing failed would say
+nothing.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -13,10 +17,24 @@ from skyrl_isoexec.schedule.bits import canonical, count_mismatches
 HERE = Path(__file__).parent
 
 
+def _lacking() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    return None if capability == (9, 0) else f"the device's compute capability is {capability}, a Hopper GPU's (9, 0)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse `-m gpu` where every test would be skipped."""
+    lacking = _lacking()
+    if config.option.markexpr == "gpu" and lacking is not None:
+        raise pytest.UsageError(f"-m gpu: {lacking}; run these tests on a host with a Hopper GPU")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark and skip: only what lies in this folder."""
-    ready = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    ready = _lacking() is None
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -21,6 +21,7 @@ NEEDED = {
     ("model", "checkpoint"): ["model.path=folder"],
     ("kernels", "sm90"): ["runtime=cuda", "model.dtype=bfloat16"],
     ("runtime", "cuda"): ["model.dtype=bfloat16"],
+    ("run", "random_weights"): ["model.path=folder"],
 }
 
 
@@ -135,11 +136,15 @@ REFUSED = {
     "data.train_data=a.jsonl": "expected list of str",
     "kernels.impl=gpu": "expected 'cpu' or 'reference' or 'kernel'",
     "kernels.impl=kernel": "kernels.impl=kernel does not compute on runtime.device=cpu",
-    "runtime=cuda": "model.dtype=float32 with kernels.impl=kernel",
-    "runtime.transport=device": "runtime.transport=device needs runtime.device=cuda",
+    "kernels=sm90": "does not compute on runtime.device=cpu; choose kernels=cpu, or runtime=cuda",
+    "runtime=cuda": "model.dtype=float32 with kernels.impl=kernel: a GPU has no exact fp32 product; set model.dtype=",
+    "runtime.transport=device": "needs runtime.device=cuda; set runtime.transport=gloo, or choose runtime=cuda",
+    "run=random_weights": "name a checkpoint folder with model.path=FOLDER",
+    "model.shape.num_layers=0": "model.shape.num_layers 0 is not positive",
+    "task.base.batch_size=0": "task.base.batch_size 0 is not positive",
     "model.dtype=float16": "did you mean 'bfloat16'?",
     "kernels.kv_partition=100": "kernels.kv_partition 100 is not a multiple of kernels.kv_block 16",
-    "runtime.page_size=24": "runtime.page_size 24 is not a multiple of kernels.kv_block 16",
+    "runtime.page_size=24": "runtime.page_size 24 is not a multiple of kernels.kv_block 16; set it to one, such as 32",
     "topology.trainer.tp=3": "topology.trainer.tp 3 is not a power of two",
     "topology.trainer.ep=0": "topology.trainer.ep 0 is not positive",
     f"{MEGATRON}.expert_tensor_parallel_size=2": "expert_tensor_parallel_size=2 is not supported here: it has to be 1",
@@ -200,6 +205,25 @@ def test_contradictions_name_both_sides(arguments: list[str], named: list[str]) 
     with pytest.raises(ConfigError) as refusal:
         compose([EXEC, *arguments])
     assert all(name in str(refusal.value) for name in named), refusal.value
+
+
+@pytest.mark.parametrize("model", groups_of(CONFIGS)["model"])
+def test_random_weights_are_of_no_model_by_itself(model: str) -> None:
+    """Neither the checkpoint that an option of `model` names nor the one that is trained here."""
+    with pytest.raises(ConfigError, match="model.path is null"):
+        compose([EXEC, f"model={model}", "run=random_weights"])
+    launch, _ = compose([EXEC, f"model={model}", "run=random_weights", "model.path=folder"])
+    assert launch.model.path == "folder"
+
+
+def test_a_device_is_refused_before_what_contradicts_it() -> None:
+    def present(device: str) -> None:
+        raise ValueError(f"no {device} here")
+
+    with pytest.raises(ValueError, match="no cuda here"):
+        compose([EXEC, "runtime=cuda", "kernels=sm90"], present=present)
+    with pytest.raises(ConfigError, match="sed"):
+        compose([EXEC, "runtime=cuda", "trainer.sed=1"], present=present)
 
 
 def test_the_same_value_under_both_names_is_no_contradiction() -> None:

@@ -131,7 +131,8 @@ def test_commands(base: Contract, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert isoexec(["contract", "verify", str(path)]) == 0
     assert "9 gate records valid" in capsys.readouterr().out
     assert isoexec(["contract", "verify", str(broken)]) == 2
-    assert "identities.numerical_policy" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "identities.numerical_policy" in said and "isoexec contract build" in said
     assert isoexec(["contract", "verify", str(tmp_path / "none.json")]) == 2
     assert isoexec(["contract", "show", str(path)]) == 0
     shown = capsys.readouterr().out
@@ -142,6 +143,27 @@ def test_commands(base: Contract, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert isoexec(["contract", "build", "+exec=native"]) == 2
     assert "exec=native has no contract" in capsys.readouterr().err
     assert decode(path.read_bytes()) == base
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("verb", ["show", "build", "--help"])
+def test_a_reader_that_leaves(verb: str, unbuffered: str, base: Contract, tmp_path: Path) -> None:
+    """As `head` does: nothing is said, and the exit code is a closed pipe's."""
+    path = tmp_path / "c.json"
+    path.write_bytes(encode(base))
+    arguments = {"show": [str(path)], "build": BASE, "--help": []}[verb]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "skyrl_isoexec", "contract", verb, *arguments],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 141 or verb == "--help"  # argparse itself passes over it where nothing is buffered
 
 
 def test_expected_facts_name_both_runtimes(base: Contract) -> None:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from skyrl_isoexec.launch import main as launcher
 from skyrl_isoexec.launch.compose import compose
@@ -79,6 +80,22 @@ def test_a_warm_up_longer_than_the_epochs() -> None:
         ranges.warmup(cfg, prompts=32 * 3 - 1)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_mends_of_a_warm_up(steps: int) -> None:
+    """What the refusal proposes is then not refused; run=short is what the refusal says."""
+    short = f"trainer.max_training_steps={steps}"
+    _, cfg = compose(["+exec=isoexec", short])
+    with pytest.raises(ValueError, match="or choose run=short, which warms up in 2 of 6$") as refused:
+        ranges.warmup(cfg, prompts=10**4)
+    mend, most = re.search(rf"set ({OPTIMIZER}\.num_warmup_steps=\d+), (\d+) at most", str(refused.value)).groups()
+    for override in (mend, f"{OPTIMIZER}.num_warmup_steps={most}"):
+        ranges.warmup(compose(["+exec=isoexec", short, override])[1], prompts=10**4)
+    _, cfg = compose(["+exec=isoexec", "run=short"])
+    trainer = cfg.trainer
+    updates = trainer.max_training_steps * trainer.train_batch_size // trainer.policy_mini_batch_size
+    assert (trainer.policy.optimizer_config.num_warmup_steps, updates) == (2, 6)
+
+
 @pytest.mark.parametrize("key", ["ckpt", "export"])
 def test_places_that_cannot_be_saved_in(key: str) -> None:
     interval = {"ckpt": "ckpt_interval", "export": "hf_save_interval"}[key]
@@ -102,7 +119,8 @@ def test_default_passes() -> None:
         (["+exec=isoexec", "topology.trainer.pp=4"], "topology.trainer.pp=4 does not divide the model's 2 layers"),
         (
             ["+exec=isoexec", "topology.trainer.ep=2"],
-            "topology.trainer.ep=2: expert-parallel size 2, but every layer of this model is dense; it must be 1",
+            "topology.trainer.ep=2: every layer of this model is dense, and only experts are cut by it; set "
+            "topology.trainer.ep=1",
         ),
         (
             ["+exec=isoexec", "model=tiny_moe", "topology.trainer.ep=3"],
@@ -165,6 +183,11 @@ def test_what_a_router_does_not_compute(setting: str, kept: str, side: str) -> N
     ("override", "named"),
     [
         ("kernels.kv_block=8", "kv_block 8"),
+        pytest.param(
+            "runtime=cuda",
+            "torch sees no CUDA device; choose runtime=cpu kernels=cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         ("trainer.train_batch_size=33", "SkyRL refuses"),
         ("exec.name=native", "exec.name=native contradicts exec=isoexec"),
         ("trainer.max_prompt_length=3", "prompts in"),

@@ -23,7 +23,7 @@ STORE_MIB = 75
 def device(name: str) -> None:
     """Refuse a device that this machine does not have."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise Refusal("runtime.device=cuda, but torch sees no CUDA device; set runtime.device=cpu")
+        raise Refusal("runtime.device=cuda, but torch sees no CUDA device; choose runtime=cpu kernels=cpu")
 
 
 def cores(threads: int) -> None:

@@ -168,6 +168,11 @@ def layouts(config: DecoderConfig, launch: LaunchConfig) -> None:
             f"{config.first_dense_layers} layers have no experts; choose a smaller degree"
         )
     ep = launch.topology.trainer.ep
+    if ep > 1 and not config.has_experts:
+        raise Refusal(
+            f"topology.trainer.ep={ep}: every layer of this model is dense, and only experts are cut by it; set "
+            "topology.trainer.ep=1"
+        )
     try:
         check_partition(config, num_leaves=1, tp=1, ep=ep)
     except ValueError as error:

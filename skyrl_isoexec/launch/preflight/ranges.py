@@ -147,7 +147,9 @@ def warmup(cfg: Any, prompts: int) -> None:
     if asked >= total:
         raise Refusal(
             f"{OPTIMIZER}.num_warmup_steps={asked} is not below the run's {total} optimizer steps "
-            "(trainer.max_training_steps or epochs, train_batch_size / policy_mini_batch_size); lower it"
+            "(trainer.max_training_steps or epochs, train_batch_size / policy_mini_batch_size); set "
+            f"{OPTIMIZER}.num_warmup_steps={total // 4}, {total - 1} at most, or choose run=short, "
+            "which warms up in 2 of 6"
         )
 
 
