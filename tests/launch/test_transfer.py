@@ -9,8 +9,9 @@ import torch
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk
 
 from skyrl_isoexec.launch import sync, transfer
-from skyrl_isoexec.launch.sync import SyncRefused, tensor_digest
+from skyrl_isoexec.launch.sync import SyncRefused
 from skyrl_isoexec.launch.transfer import Extractor, ProvenSender, chunked, proven
+from skyrl_isoexec.model.digest import tensor_digest
 
 TENSORS = [(name, torch.ones(4)) for name in ("a.weight", "a.bias", "b.weight", "c.weight")]
 
@@ -59,7 +60,7 @@ class Engine:
 
 def described(tensor: torch.Tensor) -> dict[str, Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": tensor_digest(tensor)}
+    return {"dtype": dtype, "shape": list(tensor.shape), "digest": tensor_digest(tensor)}
 
 
 def chunks() -> list[WeightChunk]:
