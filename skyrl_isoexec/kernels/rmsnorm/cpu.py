@@ -39,7 +39,7 @@ def _gradients(
     dy_TH = dy_TH.contiguous()
     dtotal_TH = None if dtotal_TH is None else dtotal_TH.contiguous()
     dx, dw = torch.empty_like(x_TH), torch.empty_like(w_H) if wants_w else None
-    lanes = scratch(NUM_LANES + width)
+    lanes = scratch(NUM_LANES + 2 * width)
     loops.backward(
         x_TH.data_ptr(), w_H.data_ptr(), dy_TH.data_ptr(), _address(dtotal_TH), _is_bf16(x_TH), x_TH.numel() // width,
         width, float(eps), int(offset), dx.data_ptr(), _address(dw), lanes + 4 * NUM_LANES, lanes,

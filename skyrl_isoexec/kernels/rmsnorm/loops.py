@@ -64,26 +64,31 @@ def forward(x, residual, w, bf16, num_rows, width, eps, centered, total, out, la
 
 @inlined
 def _backward_rows(x, w, dy, dtotal, bf16, num_rows, width, eps, centered, dx, dw, sums_at, lanes_at):
-    lanes, sums = f32(lanes_at), f32(sums_at)
+    """`sums_at` holds a row of the weight's gradient, then one of the gradient for x; a loop reads few rows at a time,
+    or the compiler would take it element by element."""
+    lanes, sums, inner = f32(lanes_at), f32(sums_at), f32(sums_at + 4 * width)
     for d in range(width):
         sums[d] = ZERO
     for t in range(num_rows):
         first = t * width
         inv = _inverse(x, bf16, first, width, eps, lanes)
+        for d in range(width):
+            inner[d] = read(dy, bf16, first + d) * _factor(w, bf16, d, centered)
         for lane in range(NUM_LANES):
             lanes[lane] = ZERO
         for start in range(0, width, NUM_LANES):
             for lane in range(min(NUM_LANES, width - start)):
-                d = start + lane
-                lanes[lane] += read(dy, bf16, first + d) * _factor(w, bf16, d, centered) * read(x, bf16, first + d)
+                lanes[lane] += inner[start + lane] * read(x, bf16, first + start + lane)
         along = lane_tree(lanes) * inv * inv * inv / np.float32(width)
         for d in range(width):
-            value, grad = read(x, bf16, first + d), read(dy, bf16, first + d)
-            sums[d] += grad * _normed(value, inv, bf16, centered)
-            grad = grad * _factor(w, bf16, d, centered) * inv - value * along
-            if dtotal != 0:
-                grad += read(dtotal, bf16, first + d)
-            write(dx, bf16, first + d, grad)
+            sums[d] += read(dy, bf16, first + d) * _normed(read(x, bf16, first + d), inv, bf16, centered)
+        for d in range(width):
+            inner[d] = inner[d] * inv - read(x, bf16, first + d) * along
+        if dtotal != 0:
+            for d in range(width):
+                inner[d] += read(dtotal, bf16, first + d)
+        for d in range(width):
+            write(dx, bf16, first + d, inner[d])
     if dw != 0:
         for d in range(width):
             write(dw, bf16, d, sums[d])
