@@ -1,4 +1,4 @@
-"""Causal attention on the CPU: `loops.py` and `store.py` behind the functions that every implementation has.
+"""Causal attention on the CPU: `loops.py`, `loops_backward.py` and `store.py` behind every implementation's functions.
 
 What must stay equal: the bits of `reference.py`, whatever the batch, the pages and the cut of a prefill.
 
@@ -7,12 +7,12 @@ Shapes: T tokens, N query heads, K key-value heads, D head dimension, S sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from skyrl_isoexec.kernels.attention import loops, spec
-from skyrl_isoexec.kernels.attention.backward import differentiable
+from skyrl_isoexec.kernels.attention import loops, loops_backward, spec
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
 from skyrl_isoexec.kernels.attention.store import store
-from skyrl_isoexec.kernels.numeric.cpu import scratch
+from skyrl_isoexec.kernels.numeric.cpu import needs_grad, scratch
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["attention", "attention_paged", "kv_cache_shape", "write_kv"]
@@ -56,11 +56,38 @@ def _forward(
     return out, lse
 
 
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule):
+        q_TND, k_TKD, v_TKD = q_TND.contiguous(), k_TKD.contiguous(), v_TKD.contiguous()
+        out, lse = _forward(q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, out, lse, cu_seqlens.to(torch.int32).contiguous())
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TND):
+        *operands, starts = ctx.saved_tensors
+        grad_TND, (q, k, v) = grad_TND.contiguous(), operands[:3]
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        num_heads, head_dim = q.shape[1:]
+        longest = int((starts[1:] - starts[:-1]).max()) if len(starts) > 1 else 0
+        loops_backward.gradients(
+            grad_TND.data_ptr(), *(x.data_ptr() for x in operands), starts.data_ptr(), *(x.data_ptr() for x in grads),
+            scratch(loops_backward.scratch_size(longest, head_dim)),
+            num_heads, k.shape[1], head_dim, len(starts) - 1, ctx.scale, int(q.dtype == torch.bfloat16),
+        )  # fmt: skip
+        return *grads, None, None, None
+
+
 def attention(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, *, schedule: Schedule
 ) -> Tensor:
     """Causal attention over packed sequences; differentiable. See `spec.check_rows` for what is refused."""
-    return differentiable(_forward, q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)
+    if needs_grad(q_TND, k_TKD, v_TKD):
+        return _Attention.apply(q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)
+    return _forward(q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)[0]
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> None:

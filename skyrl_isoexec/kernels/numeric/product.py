@@ -45,6 +45,18 @@ def _gather_panel(w, w_bf16, stride_n, stride_k, num_n, num_k, panel):
 
 
 @inlined
+def _gather_rows(x, x_bf16, stride_m, stride_k, num_m, num_k, rows):
+    """Copy to rows [num_m, num_k] in fp32; along memory in squares where k is not along it."""
+    square = num_k if stride_k == 1 else PANEL
+    for first in range(0, num_k, square):
+        last = min(num_k, first + square)
+        for m in range(num_m):
+            for k in range(first, last):
+                at, to = m * stride_m + k * stride_k, m * num_k + k
+                f32(rows)[to] = widen(u16(x)[at]) if x_bf16 else f32(x)[at]
+
+
+@inlined
 def _accumulate(x, x_stride, num_rows, panel, w_bf16, num_k, sums):
     """Add rows [num_rows, num_k] times panel [num_k, 16] to sums [num_rows, 16]."""
     for k in range(0, num_k, DEPTH):
@@ -81,11 +93,11 @@ def _store(sums, num_rows, num_columns, bias, bias_bf16, out, out_bf16, stride):
 
 @compiled
 def _product(
-    x, x_bf16, x_stride, num_m, w, w_bf16, packed, stride_n, stride_k, num_n, num_k, leaves, bias, bias_bf16,
-    out, out_bf16, sums, rows, panels,
+    x, x_bf16, x_stride, x_inner, num_m, w, w_bf16, packed, stride_n, stride_k, num_n, num_k, leaves, bias,
+    bias_bf16, out, out_bf16, sums, rows, panels,
 ):  # fmt: skip
     """Addresses, sizes and strides (in elements); flags are 0 or 1; `sums`, `rows`, `panels` are scratch."""
-    w_size, out_size, bias_size = 4 - 2 * w_bf16, 4 - 2 * out_bf16, 4 - 2 * bias_bf16
+    x_size, w_size, out_size, bias_size = 4 - 2 * x_bf16, 4 - 2 * w_bf16, 4 - 2 * out_bf16, 4 - 2 * bias_bf16
     leaf_k = num_k // leaves
     for first in range(0, num_n, GROUP * PANEL):
         last = min(num_n, first + GROUP * PANEL)
@@ -98,11 +110,9 @@ def _product(
         for m in range(0, num_m, BLOCK):
             num_rows, left, left_stride = min(BLOCK, num_m - m), x + 4 * m * x_stride, x_stride
             leaf_sums = num_rows * PANEL
-            if x_bf16:
+            if x_bf16 or x_inner != 1:
                 left, left_stride = rows, num_k
-                for r in range(num_rows):
-                    for k in range(num_k):
-                        f32(rows)[r * num_k + k] = widen(u16(x)[(m + r) * x_stride + k])
+                _gather_rows(x + x_size * m * x_stride, x_bf16, x_stride, x_inner, num_rows, num_k, rows)
             for n in range(first, last, PANEL):
                 panel = base + w_size * (n - first) * num_k
                 for i in range(leaves * leaf_sums):
@@ -140,12 +150,9 @@ def product(
     require_cpu(x_MK, w_NK, packed, bias_N)
     num_m, num_k = x_MK.shape
     num_n = w_NK.shape[0]
-    x_stride, inner = x_MK.stride()
-    if inner != 1:
-        x_MK, x_stride = x_MK.contiguous(), num_k
     x_bf16 = x_MK.dtype is _BF16
     size_sums = num_leaves * BLOCK * PANEL
-    size_rows = min(num_m, BLOCK) * num_k if x_bf16 else 0
+    size_rows = min(num_m, BLOCK) * num_k if x_bf16 or x_MK.stride(1) != 1 else 0
     if packed is None:
         w, w_bf16 = w_NK.data_ptr(), w_NK.dtype is _BF16
         stride_n, stride_k = w_NK.stride()
@@ -160,8 +167,8 @@ def product(
     out = torch.empty(num_m, num_n, dtype=out_dtype)
     sums = scratch(size_sums + size_rows + size_panels)
     _product(
-        x_MK.data_ptr(), int(x_bf16), x_stride, num_m, w, int(w_bf16), int(packed is not None), stride_n, stride_k,
-        num_n, num_k, num_leaves, bias, int(bias_bf16), out.data_ptr(), int(out_dtype is _BF16),
+        x_MK.data_ptr(), int(x_bf16), *x_MK.stride(), num_m, w, int(w_bf16), int(packed is not None),
+        stride_n, stride_k, num_n, num_k, num_leaves, bias, int(bias_bf16), out.data_ptr(), int(out_dtype is _BF16),
         sums, sums + 4 * size_sums, sums + 4 * (size_sums + size_rows),
     )  # fmt: skip
     return out
