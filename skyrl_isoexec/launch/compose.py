@@ -143,7 +143,9 @@ def name_run(tree: dict[str, Any], now: float | None) -> None:
     if tree["run"]["name"] is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         named = Path(os.path.abspath(folder)).name if folder is not None else ""
-        tree["run"]["name"] = named or f"{tree['task']['name']}-{tree['exec']['name']}-{stamp}"
+        path, shape = tree["model"]["path"], tree["model"]["shape"]
+        model = Path(os.path.abspath(path)).name if path is not None else (shape or {}).get("family")
+        tree["run"]["name"] = named or f"{tree['task']['name']}-{model}-{tree['exec']['name']}-{stamp}"
     if folder is None:
         tree["run_dir"] = str((Path("runs") / tree["run"]["name"]).absolute())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import warnings
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     if helps or not any(argument.lstrip("+").startswith("exec=") for argument in argv):
         print(USAGE, file=sys.stderr, end="")
         raise SystemExit(0 if helps else 2)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; in a file, bars would be one long line
     raise SystemExit(_main(argv))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from tqdm import tqdm
 
 REWARD = "reward/avg_raw_reward"
 DIFF_MEAN = "policy/rollout_train_logprobs_abs_diff_mean"
@@ -62,6 +64,12 @@ def summary(folder: Path) -> str:
     return f"{mismatched} of {compared} tokens differ in {len(steps)} steps; {path}" if steps else ""
 
 
+def _show(line: str) -> None:
+    """Print a line where the host may be drawing a progress bar."""
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
 class Record:
     """SkyRL's tracker with a copy of every step in `metrics.jsonl`.
 
@@ -79,9 +87,9 @@ class Record:
             file.write(json.dumps({"step": step, "time": time.time(), **row}, sort_keys=True) + "\n")
         if "isoexec/compared_tokens" in row:
             if not self._shown:
-                print(HEADER, flush=True)
+                _show(HEADER)
                 self._shown = True
-            print(step_line(step, row, self._total), flush=True)
+            _show(step_line(step, row, self._total))
         numbers = {key: value for key, value in data.items() if not isinstance(value, str)}  # all that trackers take
         self._tracker.log(numbers, step=step, commit=commit)
 
