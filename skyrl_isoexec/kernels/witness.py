@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from skyrl_isoexec.kernels.bundle import LEAVED, MAIN, SCHEDULED, Kernels, owners, underlying
+from skyrl_isoexec.kernels.numeric.threads import everywhere
 from skyrl_isoexec.kernels.selection import CONSTANT_OPS
 from skyrl_isoexec.kernels.sources import PACKAGE, import_digest, source_digest
 from skyrl_isoexec.schedule import Schedule
@@ -98,10 +99,11 @@ def constants(kernels: Kernels) -> dict[str, int]:
 
 
 def numeric() -> dict[str, str | int | bool]:
-    """How this thread's arithmetic rounds, found by computing, and how many threads torch uses."""
+    """How the arithmetic of all threads of this process's work rounds, found by computing, and how many there are."""
+    flushes, directions = everywhere(_flushes), set(everywhere(_rounding))
     return {
-        "numeric.flush_subnormals": _flushes(),
-        "numeric.rounding": _rounding(),
+        "numeric.flush_subnormals": any(flushes),
+        "numeric.rounding": directions.pop() if len(directions) == 1 else "mixed",
         "numeric.threads": torch.get_num_threads(),
     }
 

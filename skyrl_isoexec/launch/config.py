@@ -269,7 +269,7 @@ class RunConfig:
     """What the run is called and how it is repeated."""
 
     name: str | None
-    """Name of the run and of its folder under `runs/`; null makes one from the task, the model, the stack and the time."""
+    """Name of the run and of its folder under `runs/`; null makes one of task, model, stack and time."""
     seeded_requests: bool
     """Whether every rollout samples with a seed of its own, so that the same run gives the same rollouts."""
 

@@ -6,6 +6,7 @@ for the unified model, the contract: the same bytes that the engine gets.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ class ModelWorker:
         if asked:
             raise ValueError(f"the {type(self).__name__} does not support {asked}; switch them off")
         if not torch.cuda.is_available():
-            torch.set_num_threads(1)
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # set by the launcher, see `cluster`
         self._settings = _plain(model_config_kwargs)[SETTINGS_KEY]
         overrides = _plain(transformer_config_kwargs)
         if not self.cfg.gradient_checkpointing:

@@ -24,7 +24,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The eager references are quickest on one thread, and the compiled loops use one."""
+    """The eager references are quickest on one thread, and so are small operands of the compiled loops."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -21,11 +21,14 @@ from skyrl_isoexec.kernels.numeric.cpu import (
     write,
 )
 from skyrl_isoexec.kernels.numeric.panels import PANEL
+from skyrl_isoexec.kernels.numeric.threads import spread
 from skyrl_isoexec.kernels.numeric.tile import ROWS, row_f32, row_u16, rows_f32, rows_u16
 
 _BF16 = torch.bfloat16
 GROUP, BLOCK, DEPTH = 16, 64, 512
 """Panels of a group, rows of a block, and the k of a panel that one pass over a block reads."""
+WORTH = 1 << 22
+"""Multiplications that a thread must have to do, about 50 microseconds."""
 
 
 @inlined
@@ -94,7 +97,7 @@ def _store(sums, num_rows, num_columns, bias, bias_bf16, out, out_bf16, stride):
 @compiled
 def _product(
     x, x_bf16, x_stride, x_inner, num_m, w, w_bf16, packed, stride_n, stride_k, num_n, num_k, leaves, bias,
-    bias_bf16, out, out_bf16, sums, rows, panels,
+    bias_bf16, out, out_bf16, out_stride, sums, rows, panels,
 ):  # fmt: skip
     """Addresses, sizes and strides (in elements); flags are 0 or 1; `sums`, `rows`, `panels` are scratch."""
     x_size, w_size, out_size, bias_size = 4 - 2 * x_bf16, 4 - 2 * w_bf16, 4 - 2 * out_bf16, 4 - 2 * bias_bf16
@@ -128,9 +131,9 @@ def _product(
                         for i in range(leaf_sums):
                             a[i] = a[i] + b[i]
                     step *= 2
-                to = out + out_size * (m * num_n + n)
+                to = out + out_size * (m * out_stride + n)
                 bias_at = bias + bias_size * n if bias != 0 else 0
-                _store(sums, num_rows, min(PANEL, num_n - n), bias_at, bias_bf16, to, out_bf16, num_n)
+                _store(sums, num_rows, min(PANEL, num_n - n), bias_at, bias_bf16, to, out_bf16, out_stride)
 
 
 def product(
@@ -145,7 +148,8 @@ def product(
     """x w^T of fp32 or bf16 operands, which may be strided, rounded once to `out_dtype`; then + bias, rounded again.
 
     `num_leaves` cuts K into equal contiguous leaves that are added by a balanced tree before the rounding. With
-    `packed` (see `panels`) the weight itself is not read. The caller has checked shapes and dtypes.
+    `packed` (see `panels`) the weight itself is not read. Columns are spread over torch's threads. The
+    caller has checked shapes and dtypes.
     """
     require_cpu(x_MK, w_NK, packed, bias_N)
     num_m, num_k = x_MK.shape
@@ -165,12 +169,20 @@ def product(
         bias_N = bias_N.contiguous()
         bias, bias_bf16 = bias_N.data_ptr(), bias_N.dtype is _BF16
     out = torch.empty(num_m, num_n, dtype=out_dtype)
-    sums = scratch(size_sums + size_rows + size_panels)
-    _product(
-        x_MK.data_ptr(), int(x_bf16), *x_MK.stride(), num_m, w, int(w_bf16), int(packed is not None),
-        stride_n, stride_k, num_n, num_k, num_leaves, bias, int(bias_bf16), out.data_ptr(), int(out_dtype is _BF16),
-        sums, sums + 4 * size_sums, sums + 4 * (size_sums + size_rows),
-    )  # fmt: skip
+    x, to, element = x_MK.data_ptr(), out.data_ptr(), 2 if w_bf16 else 4
+
+    def part(first: int, last: int) -> None:
+        """Columns of panels first .. last."""
+        first, last = first * PANEL, min(last * PANEL, num_n)
+        sums = scratch(size_sums + size_rows + size_panels)
+        _product(
+            x, int(x_bf16), *x_MK.stride(), num_m, w + element * first * (num_k if packed is not None else stride_n),
+            int(w_bf16), int(packed is not None), stride_n, stride_k, last - first, num_k, num_leaves,
+            bias + first * bias_N.itemsize if bias else 0, int(bias_bf16), to + first * out.itemsize,
+            int(out_dtype is _BF16), num_n, sums, sums + 4 * size_sums, sums + 4 * (size_sums + size_rows),
+        )  # fmt: skip
+
+    spread(-(-num_n // PANEL), WORTH // max(1, num_m * PANEL * num_k), part)
     return out
 
 
