@@ -5,9 +5,14 @@ import threading
 
 import pytest
 import torch
+
 from skyrl_isoexec.kernels import witness
+from skyrl_isoexec.kernels.attention import cpu as attention
 from skyrl_isoexec.kernels.numeric import product as products
 from skyrl_isoexec.kernels.numeric.threads import everywhere, spread
+from skyrl_isoexec.schedule import Schedule
+
+SCHEDULE = Schedule(kv_block=16, kv_partition=32)
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -67,6 +72,47 @@ def test_bits_of_a_product(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, 
     assert len(found) == 8 and found[0].any()
     for other in found[1:]:
         same_bits(other, found[0])
+
+
+def test_bits_of_attention(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, same_bits) -> None:
+    """Packed rows with their gradients, and pages; three heads of keys and values in up to three parts."""
+    source, parts, found = torch.Generator().manual_seed(0), [], []
+    real = attention.spread
+    monkeypatch.setattr(attention, "spread", lambda *a: parts.append(real(*a)) or parts[-1])
+    monkeypatch.setattr(attention, "WORTH", 1)
+    q, k, v, grad = (torch.randn(71, heads, 24, generator=source).to(dtype) for heads in (6, 3, 3, 6))
+    bounds = torch.tensor([0, 40, 40, 71], dtype=torch.int32)
+    cache = torch.zeros(attention.kv_cache_shape(8, 16, 3, 24, schedule=SCHEDULE), dtype=dtype)
+    pages = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
+    slots = torch.cat([torch.arange(40) + 16, torch.arange(31) + 64])
+    attention.write_kv(k, v, cache, slots)
+    starts, lens = bounds[[0, 1, 3]], torch.tensor([40, 31], dtype=torch.int32)
+    for number in (1, 2, 3, 5):
+        torch.set_num_threads(number)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention.attention(*leaves, bounds, 0.2, schedule=SCHEDULE)
+        out.backward(grad)
+        paged = attention.attention_paged(q, cache, pages, starts, lens, 0.2, schedule=SCHEDULE)
+        same_bits(paged, out.detach())
+        found.append([out.detach(), *(x.grad for x in leaves)])
+        assert [len(part) for part in parts[-3:]] == [min(number, 3)] * 3
+    assert all(x.any() for x in found[0])
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            same_bits(a, b)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_bad_page_is_refused_by_every_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    torch.set_num_threads(number)
+    monkeypatch.setattr(attention, "WORTH", 1)
+    cache = torch.zeros(attention.kv_cache_shape(4, 16, 3, 24, schedule=SCHEDULE))
+    q, out = torch.ones(2, 6, 24), torch.full((2, 6, 24), 7.0)
+    starts, lens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)
+    pages = torch.tensor([[1], [9]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="request 1: block_table names a page outside the cache"):
+        attention.attention_paged(q, cache, pages, starts, lens, 0.2, out, schedule=SCHEDULE)
+    assert (out == 7).all()
 
 
 def test_a_forked_process_makes_its_own(threads: int) -> None:

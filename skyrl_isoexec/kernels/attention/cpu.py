@@ -5,6 +5,8 @@ What must stay equal: the bits of `reference.py`, whatever the batch, the pages 
 Shapes: T tokens, N query heads, K key-value heads, D head dimension, S sequences, R requests, P pages of the cache.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -13,21 +15,30 @@ from skyrl_isoexec.kernels.attention import loops, loops_backward, spec
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
 from skyrl_isoexec.kernels.attention.store import store
 from skyrl_isoexec.kernels.numeric.cpu import needs_grad, scratch
+from skyrl_isoexec.kernels.numeric.threads import spread
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["attention", "attention_paged", "kv_cache_shape", "write_kv"]
 
 ONE_PAGE = 1 << 31
 """Page size of contiguous rows: no sequence is longer."""
+WORTH = 1 << 20
+"""Multiplications of queries and keys that a thread must have to do, about 100 microseconds."""
 
 
-def _raise(code: int) -> None:
-    reasons = {
-        loops.BAD_QUERY: "query_start and seq_lens do not place its query rows",
-        loops.BAD_LENGTH: "block_table has too few pages for its length",
-        loops.BAD_PAGE: "block_table names a page outside the cache",
-    }
-    raise ValueError(f"attention: request {code >> 2}: {reasons[code & 3]}")
+def _over_heads(work: Callable[[int, int], int | None], q_TND: Tensor, num_kv_heads: int, context: int) -> None:
+    """Call `work` for parts of the key-value heads; ValueError for the code that it returns, the same for each part.
+
+    `context` is about how many positions a row sees.
+    """
+    found = spread(num_kv_heads, WORTH * num_kv_heads // max(1, q_TND.numel() * context), work)
+    if code := found[0]:
+        reasons = {
+            loops.BAD_QUERY: "query_start and seq_lens do not place its query rows",
+            loops.BAD_LENGTH: "block_table has too few pages for its length",
+            loops.BAD_PAGE: "block_table names a page outside the cache",
+        }
+        raise ValueError(f"attention: request {code >> 2}: {reasons[code & 3]}")
 
 
 def _forward(
@@ -43,16 +54,18 @@ def _forward(
     row = num_kv_heads * head_dim
     tile = loops.tile_length(schedule.kv_block)
     out, lse = torch.empty_like(q_TND), torch.empty(num_tokens, num_heads)
-    code = loops.attend(
-        q_TND.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), starts.data_ptr(), starts.data_ptr(), lengths.data_ptr(),
-        out.data_ptr(), lse.data_ptr(),
-        scratch(loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)),
-        num_tokens, num_heads, num_kv_heads, head_dim, lengths.shape[0], num_tokens, 1, 1,
-        ONE_PAGE, row, head_dim, row, 1, row,
-        scale, schedule.kv_block, schedule.kv_partition, tile, int(q_TND.dtype == torch.bfloat16),
-    )  # fmt: skip
-    if code:
-        _raise(code)
+    size = loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)
+
+    def heads(first: int, last: int) -> int:
+        return loops.attend(
+            q_TND.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), starts.data_ptr(), starts.data_ptr(),
+            lengths.data_ptr(), out.data_ptr(), lse.data_ptr(), scratch(size),
+            num_tokens, num_heads, num_kv_heads, head_dim, lengths.shape[0], num_tokens, 1, 1,
+            ONE_PAGE, row, head_dim, row, 1, row,
+            scale, schedule.kv_block, schedule.kv_partition, tile, int(q_TND.dtype == torch.bfloat16), first, last,
+        )  # fmt: skip
+
+    _over_heads(heads, q_TND, num_kv_heads, num_tokens // max(1, len(lengths)))
     return out, lse
 
 
@@ -73,11 +86,17 @@ class _Attention(torch.autograd.Function):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         num_heads, head_dim = q.shape[1:]
         longest = int((starts[1:] - starts[:-1]).max()) if len(starts) > 1 else 0
-        loops_backward.gradients(
-            grad_TND.data_ptr(), *(x.data_ptr() for x in operands), starts.data_ptr(), *(x.data_ptr() for x in grads),
-            scratch(loops_backward.scratch_size(longest, head_dim)),
-            num_heads, k.shape[1], head_dim, len(starts) - 1, ctx.scale, int(q.dtype == torch.bfloat16),
-        )  # fmt: skip
+        size = loops_backward.scratch_size(longest, head_dim)
+
+        def heads(first: int, last: int) -> None:
+            loops_backward.gradients(
+                grad_TND.data_ptr(), *(x.data_ptr() for x in operands), starts.data_ptr(),
+                *(x.data_ptr() for x in grads), scratch(size),
+                num_heads, k.shape[1], head_dim, len(starts) - 1, ctx.scale, int(q.dtype == torch.bfloat16),
+                first, last,
+            )  # fmt: skip
+
+        _over_heads(heads, q, k.shape[1], longest)
         return *grads, None, None, None
 
 
@@ -125,15 +144,17 @@ def attention_paged(
     head = head_dim * page_size
     address, is_bf16 = cache.data_ptr(), cache.dtype == torch.bfloat16
     tile = loops.tile_length(schedule.kv_block)
-    code = loops.attend(
-        q_TND.data_ptr(), address, address + num_kv_heads * head * (2 if is_bf16 else 4),
-        block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), 0,
-        scratch(loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)),
-        num_tokens, num_heads, num_kv_heads, head_dim,
-        seq_lens.shape[0], num_pages, block_table.shape[1], block_table.stride(0),
-        page_size, 2 * num_kv_heads * head, head, 1, page_size, head_dim,
-        scale, schedule.kv_block, schedule.kv_partition, tile, int(is_bf16),
-    )  # fmt: skip
-    if code:
-        _raise(code)
+    size = loops.scratch_size(num_tokens, num_heads // num_kv_heads, head_dim, tile)
+
+    def heads(first: int, last: int) -> int:
+        return loops.attend(
+            q_TND.data_ptr(), address, address + num_kv_heads * head * (2 if is_bf16 else 4),
+            block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), 0, scratch(size),
+            num_tokens, num_heads, num_kv_heads, head_dim,
+            seq_lens.shape[0], num_pages, block_table.shape[1], block_table.stride(0),
+            page_size, 2 * num_kv_heads * head, head, 1, page_size, head_dim,
+            scale, schedule.kv_block, schedule.kv_partition, tile, int(is_bf16), first, last,
+        )  # fmt: skip
+
+    _over_heads(heads, q_TND, num_kv_heads, block_table.shape[1] * page_size)
     return out

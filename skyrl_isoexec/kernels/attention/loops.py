@@ -195,13 +195,14 @@ def attend(
     q, k, v, table, query_start, seq_lens, out, lse, scratch,
     num_tokens, num_heads, num_kv_heads, head_dim, num_requests, num_pages, num_pages_each, table_stride,
     page_size, page_stride, head_stride, k_position, k_dim, v_position,
-    scale, kv_block, kv_partition, tile, is_bf16,
+    scale, kv_block, kv_partition, tile, is_bf16, first_head, last_head,
 ):  # fmt: skip
     """Rows query_start[r] .. query_start[r + 1] of q [T, N, D], at the last positions of request r; writes out and lse.
 
-    The first nine are addresses; table, query_start and seq_lens hold int32; lse [T, N] may be 0. In k, element d of
-    a head at a position lies at table[r, position // page_size] * page_stride + head * head_stride
-    + (position % page_size) * k_position + d * k_dim, and in v the same with v_position and 1.
+    Only for key-value heads first_head .. last_head. The first nine are addresses; table, query_start and seq_lens
+    hold int32; lse [T, N] may be 0. In k, element d of a head at a position lies at table[r, position // page_size]
+    * page_stride + head * head_stride + (position % page_size) * k_position + d * k_dim, and in v the same with
+    v_position and 1.
     """
     starts, lengths, pages = i32(query_start), i32(seq_lens), i32(table)
     bad = _check(pages, table_stride, num_pages_each, num_pages, page_size, starts, lengths, num_requests, num_tokens)
@@ -224,7 +225,7 @@ def attend(
     for r in range(num_requests):
         last = np.int64(starts[r + 1])
         shift = np.int64(lengths[r]) - last  # from a token's row to its position
-        for head in range(num_kv_heads):
+        for head in range(first_head, last_head):
             for lo in range(np.int64(starts[r]), last, CHUNK):
                 hi = min(lo + CHUNK, last)
                 count = (hi - lo) * group

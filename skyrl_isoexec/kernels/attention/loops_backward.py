@@ -149,11 +149,12 @@ def _along_output(g_rows, out, bf16, first, stride, count, head_dim, width, lane
 
 @compiled
 def gradients(
-    grad, q, k, v, out, lse, starts, dq, dk, dv, scratch, num_heads, num_kv_heads, head_dim, num_sequences, scale, bf16
-):
+    grad, q, k, v, out, lse, starts, dq, dk, dv, scratch, num_heads, num_kv_heads, head_dim, num_sequences, scale, bf16,
+    first_head, last_head,
+):  # fmt: skip
     """Addresses of grad, q, out, dq [T, N, D], of k, v, dk, dv [T, K, D], of lse fp32 [T, N] and starts int32 [S + 1].
 
-    `starts` ascend from 0 to T, which the caller has checked.
+    `starts` ascend from 0 to T, which the caller has checked. Only for key-value heads first_head .. last_head.
     """
     bounds, scale, group = i32(starts), np.float32(scale), num_heads // num_kv_heads
     width = (head_dim + 15) // 16 * 16
@@ -171,7 +172,7 @@ def gradients(
         s, p_columns = p + 4 * BLOCK * length, p + 8 * BLOCK * length
         s_columns, delta = p + 12 * BLOCK * length, p + 16 * BLOCK * length
         bases = delta + 4 * BLOCK
-        for head in range(num_kv_heads):
+        for head in range(first_head, last_head):
             at = start * k_stride + head * head_dim
             _load(v, bf16, at, k_stride, size, head_dim, width, length, key_rows)
             _across(key_rows, width, length, values)
