@@ -45,7 +45,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(BF16)
 
 
-def products(model: dict, num_m: int, natives: Natives) -> Iterator[Case]:
+def products(model: dict, num_m: int) -> Iterator[Case]:
     """Column-parallel and row-parallel linears of an attention and an MLP."""
     hidden, inner, width = model["hidden"], model["mlp"], model["heads"] * model["dim"]
     for op, n, k in (
@@ -78,12 +78,13 @@ def rows(model: dict, num_m: int, natives: Natives) -> Iterator[Case]:
         flops=0,
     )
     table, positions = torch.randn(16384, dim, device=DEVICE), torch.arange(num_m, device=DEVICE) % 16384
+    rounded = table.to(BF16)
     yield Case(
         op="rope",
         shape=f"{heads}x{dim}",
         made=copies(lambda: (normal(num_m, heads, dim),), 2 * num_m * heads * dim),
         ours=lambda x: rope.rope(x, positions, table),
-        native=lambda x: natives.rope(x, positions, table),
+        native=lambda x: natives.rope(x, positions, rounded),
         num_bytes=4 * num_m * heads * dim,
         flops=0,
     )
@@ -138,20 +139,21 @@ def prefill(model: dict, num: int, length: int, natives: Natives) -> Iterator[Ca
 def decode(model: dict, num: int, context: int, natives: Natives) -> Iterator[Case]:
     """One step of `num` sequences over pages."""
     heads, kv, dim = model["heads"], model["kv"], model["dim"]
-    table, starts, lengths = batch(num, context)
+    table, starts, lengths = steps(num, context)
     scale, size = dim**-0.5, 4 * num * context * kv * dim
+    plan = natives.plan((heads, kv), (dim, dim), PAGE, (table, starts, lengths))
     yield Case(
         op="decode",
         shape=f"{num}x{context}",
         made=copies(lambda: (normal(num, heads, dim), normal(table.numel(), 2, kv, dim, PAGE)), size),
         ours=lambda q, c: attention.attention_paged(q, c, table, starts, lengths, scale, schedule=SCHEDULE),
-        native=lambda q, c: natives.decode(q, c, table, lengths, starts, scale),
+        native=lambda q, c: natives.decode(q, c, table, lengths, starts, scale, plan),
         num_bytes=size,
         flops=4 * num * context * heads * dim,
     )
 
 
-def batch(num: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
+def steps(num: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
     """(block table, starts of queries, lengths) of a decode step, in pages of `PAGE` positions."""
     table = torch.arange(num * context // PAGE, dtype=torch.int32, device=DEVICE).view(num, -1)
     starts = torch.arange(num + 1, dtype=torch.int32, device=DEVICE)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from skyrl_isoexec.bench.cases import PAGE, SCHEDULE, Case, batch, normal
+from skyrl_isoexec.bench.cases import PAGE, SCHEDULE, Case, normal, steps
 from skyrl_isoexec.bench.natives import Natives, of_vllm
 from skyrl_isoexec.bench.timing import copies
 from skyrl_isoexec.kernels.mla import kernel as mla
@@ -28,12 +28,15 @@ ROWS = (16, 256, 8192)
 """Of the products of each head."""
 NAMES = {"head_linear": "torch.bmm"}
 """That of `mla_decode` is found when it is called."""
+Batch = tuple[Tensor, Tensor, Tensor]
+"""(block table, starts of queries, lengths), as `cases.steps` makes them."""
 Step = Callable[[Tensor, Tensor], object]
 """(q_TNQ, cache [P, 64, Q]) -> o_TNL."""
 
 
-def _flash_mla(table: Tensor, starts: Tensor, lengths: Tensor, scale: float, latent: int, heads: int) -> Step:
+def _flash_mla(batch: Batch, scale: float, latent: int, heads: int, width: int) -> Step:
     """As vLLM's backend FLASHMLA calls it; the plan of the step is made once, at the first call."""
+    table, _, lengths = batch
     run, plan = (
         of_vllm("vllm.v1.attention.ops.flashmla", name) for name in ("flash_mla_with_kvcache", "get_mla_metadata")
     )
@@ -44,17 +47,19 @@ def _flash_mla(table: Tensor, starts: Tensor, lengths: Tensor, scale: float, lat
     )  # fmt: skip
 
 
-def _flash_attention(table: Tensor, starts: Tensor, lengths: Tensor, scale: float, latent: int, heads: int) -> Step:
-    """As vLLM's backend FLASH_ATTN_MLA calls it."""
+def _flash_attention(batch: Batch, scale: float, latent: int, heads: int, width: int) -> Step:
+    """As vLLM's backend FLASH_ATTN_MLA calls it; the plan of the step is made here."""
+    table, starts, lengths = batch
     run = of_vllm("vllm.vllm_flash_attn", "flash_attn_varlen_func")
+    plan = Natives().plan((heads, 1), (width - latent, latent), PAGE, batch)
     return lambda q, cache: run(
         q=q[..., latent:], k=cache[..., latent:].unsqueeze(-2), v=cache[..., :latent].unsqueeze(-2),
         q_v=q[..., :latent], max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=table.shape[1] * PAGE, seqused_k=lengths,
-        block_table=table, softmax_scale=scale, causal=True, fa_version=3,
+        block_table=table, softmax_scale=scale, causal=True, fa_version=3, scheduler_metadata=plan,
     )  # fmt: skip
 
 
-def _products(table: Tensor, starts: Tensor, lengths: Tensor, scale: float, latent: int, heads: int) -> Step:
+def _products(batch: Batch, scale: float, latent: int, heads: int, width: int) -> Step:
     """Scores and sums of all heads as batched products."""
 
     def run(q: Tensor, cache: Tensor) -> Tensor:
@@ -84,10 +89,10 @@ def served(*about: object, operands: tuple[Tensor, Tensor]) -> tuple[str, Step]:
 def decode(model: dict, num: int, context: int, natives: Natives) -> Iterator[Case]:
     """One step of `num` sequences over pages."""
     heads, latent, width = model["heads"], model["latent"], model["latent"] + model["rope"]
-    table, starts, lengths = batch(num, context)
+    batch = table, starts, lengths = steps(num, context)
     scale, size = model["dim"] ** -0.5, 2 * num * context * width
     made = copies(lambda: (normal(num, heads, width), normal(table.numel(), PAGE, width)), size)
-    name, native = served(table, starts, lengths, scale, latent, heads, operands=made[0])
+    name, native = served(batch, scale, latent, heads, width, operands=made[0])
     natives.names["mla_decode"] = name
     yield Case(
         op="mla_decode",

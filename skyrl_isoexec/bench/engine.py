@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_isoexec.model.checkpoint import CONFIG
+
 ARMS: Mapping[str, tuple[str, dict[str, str]]] = {
     "isoexec": (
         "isoexec",
@@ -22,17 +24,18 @@ ARMS: Mapping[str, tuple[str, dict[str, str]]] = {
     "batch-invariant": ("stock", {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_BATCH_INVARIANT": "1"}),
 }
 """Arm -> (engine, its environment). What the unified model needs of it is in `runtimes/vllm/settings.py`."""
+OWN = frozenset(name for _, variables in ARMS.values() for name in variables)
+"""Variables that one arm or another sets: no arm has one from the caller."""
 COMMAND = (sys.executable, "-m", "skyrl_isoexec.runtimes.vllm.throughput")
 
 
 def ask(arm: str, question: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The answer of one arm; {"failed": why} if it gives none in time."""
-    engine, environment = ARMS[arm]
+    engine, variables = ARMS[arm]
     text = json.dumps({"arm": engine, **question})
+    environment = {name: value for name, value in os.environ.items() if name not in OWN} | variables
     try:
-        done = subprocess.run(
-            [*COMMAND, text], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, timeout=seconds
-        )
+        done = subprocess.run([*COMMAND, text], env=environment, stdout=subprocess.PIPE, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer in {seconds:.0f} s"}
     lines = done.stdout.strip().splitlines()
@@ -59,11 +62,26 @@ def table(answers: Mapping[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def refusal(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments, and the mend; None for nothing."""
+    unknown = sorted(set(arguments.arms) - ARMS.keys())
+    if unknown or not arguments.arms:
+        return f"--arms {', '.join(unknown) or 'names none'}: there are {', '.join(ARMS)}"
+    if not (arguments.model / CONFIG).is_file():
+        return f"{arguments.model} has no {CONFIG}; give the folder of a Hugging Face checkpoint"
+    for name, least in (("sequences", 1), ("prompt", 1), ("tokens", 2), ("repeats", 1), ("seconds", 1)):
+        given = getattr(arguments, name)
+        if not (values := given if isinstance(given, list) else [given]) or min(values) < least:
+            return f"--{name} {given}: give {least} or more"
+    if not arguments.out.parent.is_dir() or arguments.out.is_dir() or not os.access(arguments.out.parent, os.W_OK):
+        return f"--out {arguments.out} cannot be written; name a file in a folder that is there"
+    return None
+
+
 def run(arguments: argparse.Namespace, ask: Callable[..., dict[str, Any]] = ask) -> int:
-    """Time every arm, write the JSON after each, print the table; 1 if an arm failed."""
-    unknown = set(arguments.arms) - ARMS.keys()
-    if unknown:
-        print(f"refused: no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}", file=sys.stderr)
+    """Time every arm, write the JSON after each, print the table; 1 if an arm failed, 2 for wrong arguments."""
+    if (found := refusal(arguments)) is not None:
+        print(f"refused: {found}", file=sys.stderr)
         return 2
     question = {
         "model": str(arguments.model),

@@ -1,6 +1,6 @@
 """The stock operators that ours are compared with: vLLM's where it is installed, PyTorch's otherwise.
 
-Notable: vLLM is looked up by name, because a benchmark takes what is there; nothing else of this package may import it.
+Notable: vLLM is looked up by name, because a benchmark takes what is there.
 """
 
 import importlib
@@ -44,9 +44,9 @@ class Natives:
             F.rms_norm(x + residual, w.shape, w, 1e-6)
 
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> None:
-        """In place with vLLM."""
+        """In place with vLLM; `table` is of x's dtype, as vLLM keeps it."""
         if self.ops:
-            self.ops.rotary_embedding(positions, x.view(x.shape[0], -1), None, x.shape[2], table.to(x.dtype), True)
+            self.ops.rotary_embedding(positions, x.view(x.shape[0], -1), None, x.shape[2], table, True)
             return
         c, s = table[positions][:, None].chunk(2, -1)
         a, b = x.chunk(2, -1)
@@ -70,13 +70,31 @@ class Natives:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
-    def decode(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float) -> None:
+    def plan(self, heads: tuple[int, int], widths: tuple[int, int], page: int, batch: tuple[Tensor, ...]) -> Any:
+        """FlashAttention 3's plan of a decode step, which vLLM makes once for all layers; None without it.
+
+        (query, key-value) heads, widths of (a key, a value), and what `cases.steps` makes.
+        """
+        make = of_vllm("vllm.vllm_flash_attn", "get_scheduler_metadata")
+        if not self.flash or make is None:
+            return None
+        table, starts, lengths = batch
+        return make(
+            batch_size=len(lengths), max_seqlen_q=1, max_seqlen_k=table.shape[1] * page, num_heads_q=heads[0],
+            num_heads_kv=heads[1], headdim=widths[0], headdim_v=widths[1], cache_seqlens=lengths,
+            qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=page, causal=True,
+        )  # fmt: skip
+
+    def decode(
+        self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float, plan: Any
+    ) -> None:
         """One row per sequence; with PyTorch over contiguous keys of the same size, without pages."""
         longest = table.shape[1] * cache.shape[4]
         keys, values = cache.view(cache.shape[0], 2, cache.shape[4], cache.shape[2], cache.shape[3]).unbind(1)
         if self.flash:
             self.flash(q, keys, values, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=longest, seqused_k=lengths,
-                       block_table=table, softmax_scale=scale, causal=True, fa_version=3)  # fmt: skip
+                       block_table=table, softmax_scale=scale, causal=True, fa_version=3,
+                       scheduler_metadata=plan)  # fmt: skip
             return
         k, v = (x.reshape(q.shape[0], longest, *x.shape[2:]).transpose(1, 2) for x in (keys, values))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):

@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_isoexec.bench.commands import add_parser
-from skyrl_isoexec.bench.engine import ARMS, run, table
+from skyrl_isoexec.bench.engine import ARMS, OWN, ask, run, table
 from skyrl_isoexec.runtimes.vllm.throughput import Question, engine_arguments, stock_folder
 
 
@@ -16,6 +17,15 @@ def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers(dest="group", required=True))
     return parser.parse_args(["bench", "engine", *arguments])
+
+
+def checkpoint(folder: Path) -> str:
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def never(*_: object) -> dict[str, Any]:
+    raise AssertionError("an arm was started")
 
 
 def test_every_arm_is_asked_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,16 +38,52 @@ def test_every_arm_is_asked_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
             return {"failed": "exit code 1"}
         return {"rows": [{"sequences": count, "tokens_per_s": rate * count} for count in question["sequences"]]}
 
-    out = tmp_path / "bench.json"
-    assert run(parsed("folder", "--sequences", "1", "16", "--out", str(out)), answer) == 1
+    out, folder = tmp_path / "bench.json", checkpoint(tmp_path)
+    assert run(parsed(folder, "--sequences", "1", "16", "--out", str(out)), answer) == 1
     assert [arm for arm, _ in asked] == list(ARMS) and len({json.dumps(question) for _, question in asked}) == 1
     shown = capsys.readouterr().out
     assert "| 16 | 1,600 | 1,760 | - | 1.10 |" in shown and "batch-invariant: exit code 1" in shown
     assert json.loads(out.read_text())["arms"]["isoexec"]["rows"][1]["tokens_per_s"] == 1600.0
 
 
-def test_an_unknown_arm_is_refused(tmp_path: Path) -> None:
-    assert run(parsed("folder", "--arms", "mine", "--out", str(tmp_path / "x.json"))) == 2
+WRONG = {
+    "--arms mine": "--arms mine: there are isoexec",
+    "--arms": "--arms names none",
+    "--sequences": "--sequences []: give 1 or more",
+    "--sequences 4 -1": "--sequences [4, -1]",
+    "--tokens 1": "--tokens 1: give 2 or more",
+    "--repeats 0": "--repeats 0",
+    "--seconds -5": "--seconds -5",
+    "--out /nowhere/x.json": "--out /nowhere/x.json cannot be written",
+    "--out /": "--out / cannot be written",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_refused_before_an_arm(words: str, tmp_path: Path, capsys) -> None:
+    assert run(parsed(checkpoint(tmp_path), *words.split()), never) == 2
+    assert f"refused: {WRONG[words]}" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys) -> None:
+    assert run(parsed(str(tmp_path / "none")), never) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_no_arm_has_a_variable_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, str]] = []
+
+    def started(command: object, env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
+        given.append(env)
+        return subprocess.CompletedProcess(command, 0, stdout='{"rows": []}')
+
+    for name in ("VLLM_BATCH_INVARIANT", "TORCHDYNAMO_DISABLE", "HOME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(subprocess, "run", started)
+    for arm in ARMS:
+        assert ask(arm, {}, 9.0) == {"rows": []}
+    for (_, own), env in zip(ARMS.values(), given, strict=True):
+        assert env["HOME"] == "1" and {name: env[name] for name in env.keys() & OWN} == own
 
 
 def test_nothing_measured_is_an_empty_table() -> None:

@@ -49,7 +49,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def run(*models: str, refused: tuple[str, ...] = ()) -> tuple[int, dict, list]:
+    def run(*models: str, refused: tuple[str, ...] = (), seconds: float = 1e9) -> tuple[int, dict, list]:
         monkeypatch.setattr(layers, "refusals", lambda: dict.fromkeys(refused, "no gate"))
         returned = []
 
@@ -58,11 +58,18 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
             return 1.0
 
         out = tmp_path / "bench.json"
-        given = argparse.Namespace(models=models, quick=True, seconds=1e9, out=out)
+        given = argparse.Namespace(models=models, quick=True, seconds=seconds, out=out)
         code = layers.run(given, called)
         return code, json.loads(out.read_text()), returned
 
     return run
+
+
+def failures(found: dict) -> int:
+    """1: vLLM's fused experts cannot be called without a GPU."""
+    failed = [row for row in found["results"] if "native_error" in row]
+    assert {row["op"] for row in failed} <= {"experts"}
+    return int(bool(failed))
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -72,7 +79,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def test_a_mixture_of_experts(bench: Callable[..., tuple[int, dict, list]]) -> None:
     code, found, returned = bench("mixture")
-    assert code == 0
+    assert code == failures(found)
     rows = [row for row in found["results"] if row["op"].startswith("experts")]
     assert [(row["op"], row["rows"]) for row in rows] == [("experts", 1), ("experts", 5), ("experts_batch", 33)]
     batch = rows[-1]
@@ -85,7 +92,7 @@ def test_a_mixture_of_experts(bench: Callable[..., tuple[int, dict, list]]) -> N
 def test_latent_attention(bench: Callable[..., tuple[int, dict, list]], capsys: pytest.CaptureFixture[str]) -> None:
     code, found, returned = bench("latent")
     results = found["results"]
-    assert code == 0 and not any("error" in row for row in results), results
+    assert code == failures(found) and not any("error" in row for row in results), results
     assert [row["op"] for row in results[:5]] == ["mla_decode"] * 2 + ["mla_prefill", "mla_form", "head_linear"]
     assert all(row["native"] == "torch bmm" for row in results[:2])
     for at in (0, 2):
@@ -123,3 +130,10 @@ def test_a_stock_arm_that_fails_says_why(bench: Callable[..., tuple[int, dict, l
     monkey.undo()
     first = found["results"][0]
     assert first["ours_ms"] == 1.0 and first["ratio"] is None and "cannot be imported" in first["native_error"]
+
+
+def test_rows_without_time_are_named(bench: Callable[..., tuple[int, dict, list]], capsys) -> None:
+    code, found, returned = bench("mixture", seconds=0.0)
+    assert code == 1 and not returned and found["results"]
+    assert all(row["error"] == "no time within 0 s" for row in found["results"])
+    assert f"{len(found['results'])} of {len(found['results'])} rows failed" in capsys.readouterr().out
