@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -58,8 +59,14 @@ def prove(regions: tuple[str, ...], arch: str, records: Path) -> int:
 
     try:
         require_device(arch)
+        records.mkdir(parents=True, exist_ok=True)
+        if not os.access(records, os.W_OK | os.X_OK):
+            raise PermissionError("it cannot be written")
     except GateError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"gate: --records {records}: {error}; name a folder that can be written", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     failed = []

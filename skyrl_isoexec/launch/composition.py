@@ -118,8 +118,14 @@ DEPLOYED = (
     "threads",
 )
 """What every contract says of its deployment, because processes answer for it."""
+STAGES = (1, 2, 3)
+"""A decoder's gate cuts its three layers into so many."""
 DATA_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
-"""Rows do not see each other, so any number would do; these are claimed."""
+"""Replicas hold the same weights and differ in which rows they have together, and a decoder's gate shows that rows do
+not see each other; so any number would do, and these are claimed."""
+SOFTMAX = {"sm90": ((16, 64), (64, 128), (64, 512))}
+"""Arch -> (kv_block, kv_partition) with which its gates and GPU tests compare bits. What others do there is not known;
+on a CPU the definition itself is written for all of them."""
 
 
 def regions(config: DecoderConfig, gdn: str) -> dict[str, tuple[str, ...]]:
@@ -155,6 +161,16 @@ def constants(schedule: Schedule, temperature: float) -> dict[str, dict[str, str
     }
 
 
+def _order(schedule: Schedule, arch: str) -> None:
+    """GateError for an order of attention that nothing on the arch has shown."""
+    given, shown = (schedule.kv_block, schedule.kv_partition), SOFTMAX.get(arch)
+    if shown is not None and given not in shown:
+        raise GateError(
+            f"kernels.kv_block={given[0]}, kernels.kv_partition={given[1]}: no gate or test of {arch} compares "
+            f"bits with them; choose one of {', '.join(f'{block} and {part}' for block, part in shown)}"
+        )
+
+
 def admitted(names: Iterable[str], arch: str) -> dict[str, str]:
     """Region -> its gate's record. GateError names every region without a valid one."""
     found, problems = {}, []
@@ -183,7 +199,7 @@ def topology(schedule: Schedule, records: Mapping[str, str], whole: str) -> tupl
     return (
         TopologyClaim(axis="dp", kind="invariant", degrees=DATA_DEGREES, proof=(decoder,)),
         TopologyClaim(axis="tp", kind="invariant", degrees=degrees, proof=(*cut, decoder)),
-        TopologyClaim(axis="pp", kind="invariant", degrees=(1, 2, 3, 4, 5, 6, 7, 8), proof=(decoder,)),
+        TopologyClaim(axis="pp", kind="invariant", degrees=STAGES, proof=(decoder,)),
         _experts(tuple(records[region] for region in ("combine", "experts") if region in records), decoder),
         *(TopologyClaim(axis=axis, kind="pinned", degrees=(1,), proof=()) for axis in ("sp", "cp")),
     )
@@ -264,6 +280,7 @@ def _compose(
     deployed: Mapping[str, Any],
 ) -> Contract:
     owned, whole = regions(config, gdn), region_of(config)
+    _order(schedule, arch)
     pinned, records, own = constants(schedule, temperature), admitted(owned, arch), sources()
     names = tuple(case.name for case in CASES)
     entries = []

@@ -215,6 +215,10 @@ class RuntimeConfig:
         )
 
 
+MOST_STEPS = 100_000
+"""Of a base checkpoint, which takes a few hundred."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """How the base checkpoint is trained by supervision. It stops on a step count, so it is the same every time."""
@@ -235,6 +239,7 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):
             _require(getattr(self, name) > 0, f"task.base.{name} {getattr(self, name)} is not positive")
+        _require(self.steps <= MOST_STEPS, f"task.base.steps {self.steps} would take days; {MOST_STEPS} at most")
         _require(0 < self.lr <= 1, f"task.base.lr {self.lr} is not in (0, 1]")
         _require(self.warmup_steps >= 0, f"task.base.warmup_steps {self.warmup_steps} is negative")
         _require(0 <= self.seed < 2**31, f"task.base.seed {self.seed} is not in [0, 2**31)")

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 def _main(argv: list[str]) -> int:
     from .compose import ConfigError, compose
 
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         launch, cfg = compose(argv, present=_present)
         from .preflight import check
@@ -67,7 +68,6 @@ def _run(launch: LaunchConfig, cfg: Any, contract: Contract | None) -> int:
     from .record import summary
     from .watch import no_orphans
 
-    signal.signal(signal.SIGTERM, _interrupt)
     warnings.simplefilter("ignore")  # of the hosts, at import: the terminal is for the run
     logs = launch.run_dir / "logs"
     log = logs / WORKERS_LOG

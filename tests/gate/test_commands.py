@@ -73,3 +73,11 @@ def test_an_arch_whose_device_is_not_here_is_refused_by_name(root: Path, tmp_pat
     assert done.returncode == 2 and "arch sm90 needs a CUDA device of compute capability 9.0" in done.stderr
     assert not done.stdout and not list(tmp_path.iterdir())
     assert isoexec(root, "--arch", "sm90", "--list").returncode == 0
+
+
+def test_a_folder_that_cannot_hold_records_is_refused_first(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/x")):
+        done = isoexec(root, "--region", "rope", "--records", str(folder))
+        assert done.returncode == 2 and not done.stdout
+        assert f"--records {folder}" in done.stderr and "name a folder that can be written" in done.stderr

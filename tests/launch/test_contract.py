@@ -17,6 +17,7 @@ from skyrl_isoexec.launch import composition
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.composition import against_installation, compose_contract, decoder_config
 from skyrl_isoexec.launch.expectation import expected
+from skyrl_isoexec.schedule import Schedule
 
 BASE = ("+exec=isoexec", "kernels.num_leaves=2", "runtime.page_size=32")
 RELEVANT = {
@@ -174,3 +175,16 @@ def test_expected_facts_name_both_runtimes(base: Contract) -> None:
     assert len(shared) > 40 and all(
         trainer[name] == engine[name] for name in shared & engine.keys() if name != "model.class"
     )
+
+
+@pytest.mark.parametrize(
+    ("block", "partition", "shown"), [(16, 64, True), (64, 512, True), (64, 256, False), (128, 512, False)]
+)
+def test_a_gpu_has_the_orders_that_were_compared_there(block: int, partition: int, shown: bool) -> None:
+    order = Schedule(kv_block=block, kv_partition=partition)
+    composition._order(order, "cpu")
+    if shown:
+        composition._order(order, "sm90")
+    else:
+        with pytest.raises(GateError, match=f"kernels.kv_block={block}, kernels.kv_partition={partition}: no gate"):
+            composition._order(order, "sm90")

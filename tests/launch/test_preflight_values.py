@@ -1,5 +1,6 @@
 """Values that no run can have are refused, by name, before anything is started or left."""
 
+import dataclasses
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from skyrl_isoexec.gate.record import GateError
 from skyrl_isoexec.launch import main as launcher
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.folder import vacant
-from skyrl_isoexec.launch.preflight import check, distribution, machine, model, ranges
+from skyrl_isoexec.launch.preflight import check, distribution, machine, model, ranges, sequence
 
 ENGINE, PARAMS = "generator.inference_engine", "generator.sampling_params"
 OPTIMIZER, SAMPLING = "trainer.policy.optimizer_config", "trainer.algorithm.dynamic_sampling"
@@ -52,7 +54,9 @@ VALUES = {
     f"{PARAMS}.temperature=-1": "temperature=-1 is not between",
     f"{PARAMS}.temperature=0.001": "temperature=0.001 is not between 0.01",
     f"+{ENGINE}.engine_init_kwargs.num_gpu_blocks_override=0": "num_gpu_blocks_override=0 is not positive",
-    "generator.chat_template.name_or_path=foo": "Template name 'foo' not found",
+    "generator.chat_template.name_or_path=foo": "a trainer has to see those that were sampled; set it to null",
+    f"{ENGINE}.enforce_eager=false": "enforce_eager=false with runtime=cpu: a CPU captures no graphs",
+    "topology.trainer.dp=3": "topology.trainer.dp=3 does not divide the 128 samples of a mini-batch",
     "data.dataloader.num_workers=100000": "num_workers=100000 is not between",
     f"{PARAMS}.logprobs=null": "logprobs=null",
     f"{PARAMS}.logprobs=-1": "logprobs=-1",
@@ -107,8 +111,9 @@ def test_places_that_cannot_be_saved_in(key: str) -> None:
 def test_default_passes() -> None:
     for arm in ("isoexec", "native"):
         launch, cfg = compose([f"+exec={arm}"])
-        for refuse in (ranges.numbers, ranges.names, ranges.updates, distribution.sampling, model.scheduling):
+        for refuse in (ranges.numbers, ranges.names, ranges.updates, distribution.sampling):
             refuse(cfg)
+        model.scheduling(cfg, "cpu")
         machine.memory(launch)
         model.layouts(model.planned(launch), launch)
 
@@ -227,3 +232,78 @@ def test_powers_of_two_divide_exactly_on_a_gpu(temperature: float) -> None:
 def test_other_temperatures_are_refused_on_a_gpu(temperature: float) -> None:
     with pytest.raises(ValueError, match=f"temperature={temperature} with runtime.device=cuda"):
         distribution.division(temperature)
+
+
+@pytest.mark.parametrize("name", ["step_3", "global_step_", "global_step_3"])
+def test_a_folder_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+    """Only the name of a step's folder with a trainer's state in it is one."""
+    folder = tmp_path / name
+    folder.mkdir()
+    chosen = ["+exec=isoexec", "trainer.resume_mode=from_path", f"trainer.resume_path={folder}"]
+    _, cfg = compose(chosen)
+    with pytest.raises(ValueError, match="is no checkpoint: it is not named global_step_NUMBER, or has no trainer_sta"):
+        ranges.resume(cfg)
+    (folder / "trainer_state.pt").touch()
+    if name == "global_step_3":
+        ranges.resume(cfg)
+    else:
+        with pytest.raises(ValueError, match="is no checkpoint"):
+            ranges.resume(cfg)
+
+
+def test_pages_counted_by_hand_hold_one_sequence() -> None:
+    """64 tokens are 4 pages of 16, and one page is nobody's."""
+    for pages, refused in ((4, True), (5, False)):
+        launch, cfg = compose(["+exec=isoexec", f"+{ENGINE}.engine_init_kwargs.num_gpu_blocks_override={pages}"])
+        config = model.planned(launch)
+        assert config.max_position == 64
+        if refused:
+            with pytest.raises(ValueError, match="num_gpu_blocks_override=4 is less than the 5 pages of 16 tokens"):
+                model.cache(cfg, config, launch)
+        else:
+            model.cache(cfg, config, launch)
+
+
+GPU = ["+exec=isoexec", "runtime=cuda", "kernels=sm90", "model.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (
+            "kernels.kv_block=48 kernels.kv_partition=480 runtime.page_size=96",
+            "attention: the sm90 implementation has no kv_block 48",
+        ),
+        ("model.shape.head_dim=12", "attention: the sm90 implementation has no head of 12 in groups of 2"),
+        ("model.shape.head_dim=512", "attention: the sm90 implementation has no head of 512 in groups of 2"),
+    ],
+)
+def test_heads_and_blocks_that_a_gpu_does_not_have(override: str, named: str) -> None:
+    pytest.importorskip("triton")
+    launch, _ = compose(GPU)
+    model.widths(model.planned(launch), launch)
+    launch, _ = compose([*GPU, *override.split()])
+    with pytest.raises(ValueError, match=re.escape(f"kernels.impl=kernel: {named}")):
+        model.widths(model.planned(launch), launch)
+
+
+def test_latent_widths_that_a_gpu_does_not_have() -> None:
+    pytest.importorskip("triton")
+    launch, _ = compose([*GPU, "model=tiny_mla"])
+    config = model.planned(launch)
+    model.widths(config, launch)
+    with pytest.raises(ValueError, match="kernels.impl=kernel: mla: the sm90 implementation has no keys of 1024"):
+        model.widths(dataclasses.replace(config, kv_lora_rank=1024), launch)
+
+
+def test_a_contract_that_cannot_be_is_refused_before_a_base_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(*_: object) -> None:
+        raise AssertionError("a base checkpoint was trained")
+
+    def stale(*_: object) -> None:
+        raise GateError("gate: region rope, arch cpu: the record is stale")
+
+    monkeypatch.setattr(sequence, "prepare_checkpoint", trained)
+    monkeypatch.setattr(sequence, "compose_contract", stale)
+    with pytest.raises(GateError, match="region rope"):
+        check(*compose(["+exec=isoexec", *TINY]))

@@ -20,7 +20,7 @@ from ...model.families.base import Family
 from ...model.pieces import Pieces
 from ...model.weights import HEAD_NAME, layout
 from ...runtimes.megatron.router import check_router
-from ...runtimes.vllm.pages import hybrid_page_size, state_kernels
+from ...runtimes.vllm.pages import hybrid_page_size, pages_of_sequence, state_kernels
 from ..composition import GDN
 from ..config import LaunchConfig
 from ..links import MEGATRON
@@ -255,6 +255,38 @@ def states(config: DecoderConfig, launch: LaunchConfig) -> None:
         )
 
 
+def widths(config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse heads, blocks and partitions that the GPU's attention does not have."""
+    if launch.exec.name != "isoexec" or launch.runtime.device != "cuda":
+        return
+    from ...kernels.attention import kernel as attention  # Triton's, for a GPU alone
+    from ...kernels.mla import kernel as latent
+
+    try:
+        if config.latent:
+            latent._check(launch.schedule, config.kv_lora_rank, config.latent_width)
+        else:
+            attention._check(launch.schedule, config.head_dim, config.num_heads // config.num_kv_heads)
+    except ValueError as error:
+        raise Refusal(f"kernels.impl={launch.kernels.impl}: {error}; choose what it has, or another model") from error
+
+
+def cache(cfg: Any, config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse fewer pages, where they were counted by hand, than one sequence of the longest kind takes."""
+    engine = cfg.generator.inference_engine
+    given = engine.engine_init_kwargs.get("num_gpu_blocks_override")
+    if given is None or launch.exec.name != "isoexec":
+        return
+    longest = engine.engine_init_kwargs.get("max_model_len", config.max_position)
+    needed = 1 + pages_of_sequence(config, launch.runtime.page_size, longest, engine.enable_prefix_caching)
+    if given < needed:
+        raise Refusal(
+            f"{ENGINE}.engine_init_kwargs.num_gpu_blocks_override={given} is less than the {needed} pages of "
+            f"{launch.runtime.page_size} tokens that a sequence of {longest} takes, with the one that is nobody's; "
+            "raise it, or leave it out"
+        )
+
+
 def lengths(cfg: Any, config: DecoderConfig) -> None:
     """Refuse lengths that do not fit the model's positions, or the engine's own limit."""
     prompt, engine = cfg.trainer.max_prompt_length, cfg.generator.inference_engine
@@ -274,9 +306,11 @@ def lengths(cfg: Any, config: DecoderConfig) -> None:
             )
 
 
-def scheduling(cfg: Any) -> None:
-    """Refuse a budget of tokens or pages with which vLLM's scheduler does not start."""
+def scheduling(cfg: Any, device: str) -> None:
+    """Refuse a budget of tokens or pages with which vLLM's scheduler does not start, and graphs on a CPU."""
     engine = cfg.generator.inference_engine
+    if device == "cpu" and not engine.enforce_eager:
+        raise Refusal(f"{ENGINE}.enforce_eager=false with runtime=cpu: a CPU captures no graphs; set it to true")
     pages = engine.engine_init_kwargs.get("num_gpu_blocks_override", 1)
     if type(pages) is not int or pages < 1:
         raise Refusal(f"{ENGINE}.engine_init_kwargs.num_gpu_blocks_override={pages} is not positive; leave it out")

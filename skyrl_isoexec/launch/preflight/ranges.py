@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import skyrl_gym
 from loguru import logger
-from skyrl.train.generators.utils import get_custom_chat_template
 from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.tracking import Tracking
-from skyrl.train.utils.trainer_utils import ResumeMode
+from skyrl.train.utils.trainer_utils import GLOBAL_STEP_PREFIX, ResumeMode
 
 from .. import folder
 from ..task import arithmetic, env
@@ -20,6 +20,7 @@ from .refusal import Refusal
 
 ENGINE = "generator.inference_engine"
 PARAMS, EVAL = "generator.sampling_params", "generator.eval_sampling_params"
+STATE = "trainer_state.pt"
 OPTIMIZER, ALGORITHM = "trainer.policy.optimizer_config", "trainer.algorithm"
 
 COUNTS = (
@@ -115,13 +116,13 @@ def names(cfg: Any) -> None:
     if tracker != "console" and importlib.util.find_spec(tracker) is None:
         raise Refusal(f"trainer.logger={tracker}, but the package {tracker} is not installed; set it to console")
     environment(cfg.environment.env_class, "environment.env_class")
-    template = cfg.generator.chat_template
-    try:
-        get_custom_chat_template(template)
-    except (ValueError, OSError) as error:
+    template = cfg.generator.chat_template.name_or_path
+    if template is not None:
         raise Refusal(
-            f"generator.chat_template.name_or_path={template.name_or_path}: {error}; set it to null"
-        ) from error
+            f"generator.chat_template.name_or_path={template}: with a template of its own SkyRL makes the tokens of a "
+            "conversation again from its text, and a trainer has to see those that were sampled; set it to null, and "
+            "put the template into the checkpoint's tokenizer"
+        )
 
 
 def environment(name: Any, where: str) -> None:
@@ -136,6 +137,16 @@ def updates(cfg: Any) -> None:
     batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
     if mini > batch:
         raise Refusal(f"trainer.policy_mini_batch_size={mini} is more than trainer.train_batch_size={batch}; lower it")
+
+
+def replicas(cfg: Any, dp: int, key: str) -> None:
+    """Refuse more data-parallel replicas, `key`'s `dp`, than a mini-batch's samples are divided by."""
+    samples = cfg.trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt
+    if samples % dp:
+        raise Refusal(
+            f"{key}={dp} does not divide the {samples} samples of a mini-batch (trainer.policy_mini_batch_size times "
+            "generator.n_samples_per_prompt); choose one that does, or change them"
+        )
 
 
 def warmup(cfg: Any, prompts: int) -> None:
@@ -160,8 +171,16 @@ def resume(cfg: Any) -> None:
         if getattr(cfg.trainer, interval) > 0 and "://" not in place and not folder.can_be_made(Path(place)):
             raise Refusal(f"trainer.{key}={place} is not a folder and cannot be made; name another one")
     path = cfg.trainer.resume_path
-    if cfg.trainer.resume_mode == ResumeMode.FROM_PATH.value and (path is None or not Path(path).is_dir()):
+    if cfg.trainer.resume_mode != ResumeMode.FROM_PATH.value:
+        return
+    if path is None or not Path(path).is_dir():
         raise Refusal(f"trainer.resume_path={path} is not a folder; name the checkpoint's, or set resume_mode=latest")
+    named = re.fullmatch(rf"{GLOBAL_STEP_PREFIX}\d+", Path(path).name)
+    if named is None or not (Path(path) / STATE).is_file():
+        raise Refusal(
+            f"trainer.resume_path={path} is no checkpoint: it is not named {GLOBAL_STEP_PREFIX}NUMBER, or has no "
+            f"{STATE}; name such a folder of an earlier run's checkpoints"
+        )
 
 
 def packing(cfg: Any, arm: str) -> None:

@@ -35,15 +35,21 @@ def check(launch: LaunchConfig, cfg: Any) -> Contract | None:
     if launch.exec.name == "isoexec" and launch.runtime.device == "cuda":
         distribution.division(cfg.generator.sampling_params.temperature)
     model.pages(launch)
-    model.scheduling(cfg)
+    model.scheduling(cfg, launch.runtime.device)
+    planned = model.planned(launch) if launch.model.path is None else None
+    if planned is not None:
+        model.layouts(planned, launch)
+    ranges.replicas(cfg, launch.topology.trainer.dp or 1, "topology.trainer.dp")
     ranges.hosts(cfg)
     kept = None if cfg.trainer.resume_mode == "none" else Path(cfg.trainer.ckpt_path)
     folder.vacant(launch.run_dir, checkpoints=kept)
     sources = data.sources(launch, cfg)
     for source in sources:
         data.environments(source, cfg)
-    if launch.model.path is None:  # before time is spent on training it
-        _fits(launch, cfg, model.planned(launch))
+    if planned is not None:  # before time is spent on training it
+        _fits(launch, cfg, planned)
+        if launch.exec.name == "isoexec":
+            compose_contract(launch, cfg, planned)
     checkpoint = prepare_checkpoint(launch)
     config = model.checkpoint(checkpoint, dtype=launch.model.dtype)
     _fits(launch, cfg, config)
@@ -64,6 +70,8 @@ def _fits(launch: LaunchConfig, cfg: Any, config: Any) -> None:
     model.router(config, launch, cfg)
     model.transport(config, launch)
     model.states(config, launch)
+    model.widths(config, launch)
+    model.cache(cfg, config, launch)
 
 
 def _reference(launch: LaunchConfig, cfg: Any) -> None:

@@ -117,7 +117,7 @@ class Guarded:
         return self.model_runner.get_model().loader.places()
 
     def isoexec_arrived(self) -> dict[str, dict[str, Any]]:
-        """What lies in memory. For every parameter: its place in the whole tensor, and the SHA-256 of its bytes."""
+        """What lies in memory. For every parameter: its place in the whole tensor, and the digest of its bytes."""
         found = self.model_runner.get_model().loader.arrived()
         self.isoexec_guard.proven = True
         return found
