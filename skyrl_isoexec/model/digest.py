@@ -2,9 +2,10 @@
 
 Notable: each eight bytes are mixed with their place, by multiplications and shifts that lose nothing, and added modulo
 2**64, twice with other constants; the two sums and the number of bytes are hashed. A tensor that differs in eight bytes
-alone never has the same sums; one that differs in more has them by chance once in 2**128. That finds what went wrong,
-not who forged it. What must stay equal: the sums, whatever the device, the piece size and the order of addition. The
-mixing is that of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+alone never has the same sums; one that differs in more has them once in 2**128, if the sums are as good as random. That
+finds what went wrong, not who forged it. What must stay equal: the sums, whatever the device, the piece size and the
+order of addition. The mixing is that of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA
+2014).
 """
 
 from __future__ import annotations

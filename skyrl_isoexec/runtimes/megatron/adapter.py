@@ -74,7 +74,7 @@ class MegatronDecoder(MegatronModule):
         if unknown:
             raise TypeError(f"MegatronDecoder does not take {sorted(unknown)}")
         self.stage.kernels.case = "trainer_fwd" if torch.is_grad_enabled() else "trainer_fwd_no_autograd"
-        batch, length = input_ids.shape if self.pre_process else self._stage_shape(packed_seq_params)
+        batch, length = input_ids.shape if self.pre_process else self._stage_shape()
         if packed_seq_params is None:
             cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=input_ids.device)
             positions_T = torch.arange(length, device=input_ids.device).repeat(batch)
@@ -91,7 +91,7 @@ class MegatronDecoder(MegatronModule):
             return x_TH.view(batch, length, -1).transpose(0, 1).contiguous()
         return self.stage.logits(x_TH).view(batch, length, -1)
 
-    def _stage_shape(self, packed: PackedSeqParams | None) -> tuple[int, int]:
+    def _stage_shape(self) -> tuple[int, int]:
         length, batch, _ = self.stage_input.shape
         return batch, length
 
