@@ -58,7 +58,23 @@ def way_through(model) -> None:
     model.layers = lambda x, positions, attend: real(x, positions, attend) * (1 + 2**-20)
 
 
-CHANGES = (table, table_that_is_read, leaves, scale, hook, weight, method, way_through)
+SILENT = 5
+"""A token whose log-probability alone is moved."""
+
+
+def one_logit(model) -> None:
+    """The last bit of one token's logit, in every row: too little to move the sum of a row."""
+    real = model.full_logits
+
+    def moved(x):
+        logits = real(x)
+        logits.view(torch.int32)[:, SILENT] ^= 1
+        return logits
+
+    model.full_logits = moved
+
+
+CHANGES = (table, table_that_is_read, leaves, scale, hook, weight, method, way_through, one_logit)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +151,7 @@ def restored(model) -> Callable[[], None]:
         model.config = config
         model.model.norm._forward_hooks.clear()
         for part in (model, model.model.layers["0"].mlp):
-            for name in ("layers", "forward"):
+            for name in ("layers", "forward", "full_logits"):
                 part.__dict__.pop(name, None)
         model.refresh_packed()
 
@@ -164,6 +180,33 @@ def test_a_change_of_the_engine(engine, decoder, change) -> None:
     finally:
         undo()
     assert asked(engine) == before
+
+
+def test_what_no_sampled_token_shows(engine, generate, prompts) -> None:
+    """A fault that leaves the sampled tokens' log-probabilities alone, and moves others, is found by the probe."""
+
+    def sampled() -> dict[tuple[int, int], tuple[int, float]]:
+        """(request, step) -> token and log-probability."""
+        outputs = generate(engine, prompts[:6], seeds=list(range(6)))
+        return {
+            (number, step): (token, output.outputs[0].logprobs[step][token].logprob)
+            for number, output in enumerate(outputs)
+            for step, token in enumerate(output.outputs[0].token_ids)
+        }
+
+    before, probed = sampled(), asked(engine)
+    (model,) = engine.apply_model(lambda model: model)
+    undo = restored(model)
+    try:
+        engine.apply_model(one_logit)
+        after = sampled()
+        others = [place for place, (token, _) in before.items() if token != SILENT]
+        assert len(others) > 100
+        assert {place: after[place] for place in others} == {place: before[place] for place in others}
+        assert asked(engine) != probed
+    finally:
+        undo()
+    assert asked(engine) == probed
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
