@@ -1,4 +1,4 @@
-"""Grouped linear on one core: the same bits as `experts.reference`, by the compiled product that every linear is.
+"""Grouped linear: the same bits as `experts.reference`, by the compiled product that every linear is.
 
 The backward is made of the same products, rows ascending, so its bits depend on neither threads nor other experts.
 """

@@ -1,4 +1,4 @@
-"""Linear on one core (numba): the same bits as `linear.reference`, with and without a packed weight.
+"""Linear in compiled loops (numba): the same bits as `linear.reference`, with and without a packed weight.
 
 The backward is made of the same products, so its bits depend on neither threads nor the alignment of memory.
 """

@@ -1,4 +1,4 @@
-"""Row-parallel linear on one core (numba): the same bits as `row_linear.reference`.
+"""Row-parallel linear in compiled loops (numba): the same bits as `row_linear.reference`.
 
 `tree_sum` is the reference's: an elementwise fp32 sum in PyTorch already has one order and needs no loop of ours.
 """
