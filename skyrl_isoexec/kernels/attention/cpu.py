@@ -15,6 +15,7 @@ from skyrl_isoexec.kernels.attention import loops, loops_backward, spec
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
 from skyrl_isoexec.kernels.attention.store import store
 from skyrl_isoexec.kernels.numeric.cpu import needs_grad, scratch
+from skyrl_isoexec.kernels.numeric.softmax_loops import raise_for
 from skyrl_isoexec.kernels.numeric.threads import spread
 from skyrl_isoexec.schedule import Schedule
 
@@ -32,13 +33,7 @@ def _over_heads(work: Callable[[int, int], int | None], q_TND: Tensor, num_kv_he
     `context` is about how many positions a row sees.
     """
     found = spread(num_kv_heads, WORTH * num_kv_heads // max(1, q_TND.numel() * context), work)
-    if code := found[0]:
-        reasons = {
-            loops.BAD_QUERY: "query_start and seq_lens do not place its query rows",
-            loops.BAD_LENGTH: "block_table has too few pages for its length",
-            loops.BAD_PAGE: "block_table names a page outside the cache",
-        }
-        raise ValueError(f"attention: request {code >> 2}: {reasons[code & 3]}")
+    raise_for("attention", found[0])
 
 
 def _forward(

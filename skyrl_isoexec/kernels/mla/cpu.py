@@ -15,21 +15,13 @@ from skyrl_isoexec.kernels.mla.backward import differentiable
 from skyrl_isoexec.kernels.mla.spec import mla_cache_shape
 from skyrl_isoexec.kernels.numeric.cpu import needs_grad, scratch
 from skyrl_isoexec.kernels.numeric.product import product, product_gradients
+from skyrl_isoexec.kernels.numeric.softmax_loops import raise_for
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["head_linear", "mla", "mla_cache_shape", "mla_paged", "write_latent"]
 
 ONE_PAGE = 1 << 31
 """Page size of packed rows: no sequence is longer."""
-
-
-def _raise(code: int) -> None:
-    reasons = {
-        loops.BAD_QUERY: "query_start and seq_lens do not place its query rows",
-        loops.BAD_LENGTH: "block_table has too few pages for its length",
-        loops.BAD_PAGE: "block_table names a page outside the cache",
-    }
-    raise ValueError(f"mla: request {code >> 2}: {reasons[code & 3]}")
 
 
 def _heads(x_TNK: Tensor, w_NMK: Tensor) -> Tensor:
@@ -78,8 +70,7 @@ def _forward(
         scale, schedule.kv_block, schedule.kv_partition, tile, loops.chunk_length(num_heads),
         int(q_TNQ.dtype == torch.bfloat16),
     )  # fmt: skip
-    if code:
-        _raise(code)
+    raise_for("mla", code)
     return out, lse
 
 
@@ -132,6 +123,5 @@ def mla_paged(
         scale, schedule.kv_block, schedule.kv_partition, tile, loops.chunk_length(num_heads),
         int(cache.dtype == torch.bfloat16),
     )  # fmt: skip
-    if code:
-        _raise(code)
+    raise_for("mla", code)
     return out
