@@ -8,42 +8,18 @@ Shapes: T tokens, C channels, V value heads, D their width, W taps, R requests, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
 from skyrl_isoexec.kernels.gdn import loops
 from skyrl_isoexec.kernels.gdn.spec import OP, gdn_states
-from skyrl_isoexec.kernels.numeric.cpu import require_cpu
-from skyrl_isoexec.kernels.numeric.gdn_backward import differentiable
-from skyrl_isoexec.kernels.numeric.gdn_call import call
-from skyrl_isoexec.kernels.numeric.gdn_checks import Batch, Operands, check_packed, check_paged, raise_for
+from skyrl_isoexec.kernels.numeric.gdn_call import Form, packed, paged
 from skyrl_isoexec.kernels.numeric.gdn_heads import GdnHeads
-from skyrl_isoexec.kernels.numeric.gdn_walk import packed
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["gdn", "gdn_paged", "gdn_states"]
 
-
-def _advance(
-    rows: Operands,
-    states: Sequence[Tensor],
-    batch: Batch,
-    page_size: int,
-    out: Tensor,
-    heads: GdnHeads,
-    schedule: Schedule,
-) -> None:
-    size = loops.scratch_size(heads, rows[3].shape[1], schedule.gdn_chunk)
-    code = call(loops.advance, size, rows, states, batch, page_size, out, heads, schedule.gdn_chunk)
-    raise_for(OP, code)
-
-
-def _forward(rows: Operands, cu_seqlens: Tensor, heads: GdnHeads, schedule: Schedule) -> Tensor:
-    require_cpu(*rows, cu_seqlens)
-    check_packed(OP, rows, cu_seqlens, heads)
-    shapes = gdn_states(heads, rows[3].shape[1], rows[0].dtype, schedule=schedule)
-    return packed(partial(_advance, heads=heads, schedule=schedule), rows, shapes, cu_seqlens, heads)
+FORM = Form(op=OP, states=gdn_states, loop=loops.advance, scratch_size=loops.scratch_size)
 
 
 def gdn(
@@ -60,7 +36,7 @@ def gdn(
 ) -> Tensor:
     """o [T, V, D] of packed sequences, in x's dtype; differentiable. See `gdn_checks.check_packed` for refusals."""
     rows = (x_TC, a_TV, b_TV, conv_CW, a_log_V, dt_bias_V)
-    return differentiable(_forward, rows, cu_seqlens, heads, schedule)
+    return packed(FORM, rows, cu_seqlens, heads, schedule)
 
 
 def gdn_paged(
@@ -86,10 +62,4 @@ def gdn_paged(
     `gdn_checks.raise_for` for what is refused.
     """
     rows, batch = (x_TC, a_TV, b_TV, conv_CW, a_log_V, dt_bias_V), (block_table_RB, query_start_R1, seq_lens_R)
-    require_cpu(*rows, *states, *batch, out)
-    shapes = gdn_states(heads, conv_CW.shape[-1], x_TC.dtype, schedule=schedule)
-    check_paged(OP, rows, states, shapes, batch, page_size, schedule.gdn_chunk, out, heads)
-    if out is None:
-        out = x_TC.new_zeros(x_TC.shape[0], heads.num_value_heads, heads.value_width)
-    _advance(rows, states, batch, page_size, out, heads, schedule)
-    return out
+    return paged(FORM, rows, states, batch, page_size, heads, out, schedule)
