@@ -13,15 +13,15 @@ import numpy as np
 from skyrl_isoexec.kernels.numeric.cpu import compiled, exp, f32, i32, inlined, rounded, write
 from skyrl_isoexec.kernels.numeric.gdn_heads import GdnHeads
 from skyrl_isoexec.kernels.numeric.gdn_loops import (
+    begin,
     carry,
     check,
     close,
     extend,
-    parts,
+    mixed_row,
     prepare,
     rows_size,
     snapshot,
-    transpose,
 )
 from skyrl_isoexec.kernels.numeric.gdn_tile import combine
 
@@ -65,11 +65,10 @@ def advance(
     if bad:
         return bad
     scale, group = np.float32(scale), value_heads // key_heads
-    channels = 2 * key_heads * key_width + value_heads * width
-    made = parts(scratch, length, channels, taps, value_heads)
-    mixed, taps_at, _, g, beta, start = made
+    sizes = (length, key_heads, value_heads, key_width, width, taps)
+    made = begin(conv, bf16, sizes, scratch)
+    mixed, _, _, g, beta, start = made
     work = start + 4 * key_width * width
-    transpose(conv, bf16, channels, taps, taps_at)
     for r in range(num_requests):
         shift = np.int64(lengths[r]) - np.int64(starts[r + 1])  # from a token's row to its position
         position = np.int64(starts[r]) + shift
@@ -79,7 +78,7 @@ def advance(
             page = np.int64(i32(pages)[position // page_size])
             prepare(
                 x, a, b, a_log, dt_bias, bf16, conv_rows, conv_step, keys, keys_step, pages, page_size, position,
-                first, count, length, key_heads, key_width, value_heads, channels, taps, made,
+                first, count, sizes, made,
             )  # fmt: skip
             chains = carry(chain, chain_step, value_heads * key_width * width, pages, position, page_size)
             for head in range(value_heads):
@@ -93,9 +92,8 @@ def advance(
                 chain_at = chains + 4 * head * key_width * width
                 snapshot(chain_at, key_width * width, bf16, start)
                 for i in range(count):
-                    t, q = t0 + i, mixed + 4 * (i * channels + key_head * key_width)
-                    k = q + 4 * key_heads * key_width
-                    v = mixed + 4 * ((i + 1) * channels - (value_heads - head) * width)
+                    t = t0 + i
+                    q, k, v = mixed_row(mixed, i, key_head, head, sizes)
                     extend(
                         t, f32(g)[i * value_heads + head], f32(beta)[i * value_heads + head], k, v, keys_at, decay_at,
                         values_at, decayed_at, inverse_at, fresh_at, start, length, key_width, width, bf16, work,

@@ -3,7 +3,8 @@
 What must stay equal: the bits of `gdn_rows`, `gdn_chunk` and `gdn_walk`, which state the order. All arguments are
 addresses and sizes; all memory but the operands is fp32.
 
-Shapes: n rows of a segment, C channels, W taps, K key heads, V value heads, D their widths, L rows of a chunk.
+Shapes: n rows of a segment, C channels, W taps, K key heads, V value heads, D their widths, L rows of a chunk. `sizes`
+is (L, K, V, the keys' D, the values' D, W).
 """
 
 import numpy as np
@@ -121,35 +122,43 @@ def convolve(window, taps_at, bf16, count, channels, taps, key_heads, key_width,
 
 
 def rows_size(heads: GdnHeads, conv_width: int, chunk: int) -> int:
-    """fp32 numbers of scratch that the rows of a segment need: those of `parts`."""
+    """fp32 numbers of scratch that the rows of a segment need: those that `begin` lays out."""
     return chunk * (heads.channels + 2 * heads.num_value_heads) + (2 * conv_width - 1 + chunk) * heads.channels
 
 
 @inlined
-def parts(scratch, length, channels, taps, value_heads):
-    """Addresses of mixed [L, C], taps [W, C], a window [W - 1 + L, C], g and beta [L, V], and of what follows them."""
+def _channels(sizes):
+    _, key_heads, value_heads, key_width, width, _ = sizes
+    return 2 * key_heads * key_width + value_heads * width
+
+
+@inlined
+def begin(conv, bf16, sizes, scratch):
+    """Addresses of mixed [L, C], taps [W, C], a window [W - 1 + L, C], g and beta [L, V], and of what follows them.
+
+    Fills the taps, in fp32, from the weight [C, W].
+    """
+    length, _, value_heads, _, _, taps = sizes
+    channels = _channels(sizes)
     taps_at = scratch + 4 * length * channels
     window = taps_at + 4 * taps * channels
     g = window + 4 * (taps - 1 + length) * channels
     beta = g + 4 * length * value_heads
-    return scratch, taps_at, window, g, beta, beta + 4 * length * value_heads
-
-
-@inlined
-def transpose(conv, bf16, channels, taps, taps_at):
-    """taps [W, C] in fp32 of the weight [C, W]."""
     for c in range(channels):
         for tap in range(taps):
             f32(taps_at)[tap * channels + c] = read(conv, bf16, c * taps + tap)
+    return scratch, taps_at, window, g, beta, beta + 4 * length * value_heads
 
 
 @inlined
 def prepare(
     x, a, b, a_log, dt_bias, bf16, conv_rows, conv_step, keys, keys_step, pages, page_size, position, first, count,
-    length, key_heads, key_width, value_heads, channels, taps, made,
+    sizes, made,
 ):  # fmt: skip
-    """Rows first .. first + count of a batch, from `position`, in the `parts` made; keys go to columns of the page."""
+    """Rows first .. first + count of a batch, from `position`, in what `begin` made; keys go to columns of the page."""
     mixed, taps_at, window, g, beta, work = made
+    length, key_heads, value_heads, key_width, _, taps = sizes
+    channels = _channels(sizes)
     rows = carry(conv_rows, conv_step, (taps - 1) * channels, pages, position, page_size)
     slide(rows, x, bf16, first, count, channels, taps, window)
     convolve(window, taps_at, bf16, count, channels, taps, key_heads, key_width, work, mixed)
@@ -159,6 +168,15 @@ def prepare(
         k = f32(mixed + 4 * (i * channels + key_heads * key_width))
         for d in range(key_heads * key_width):
             f32(page)[d * length + i] = k[d]
+
+
+@inlined
+def mixed_row(mixed, i, key_head, head, sizes):
+    """Addresses of row i's query, key and value of one value head."""
+    _, key_heads, value_heads, key_width, width, _ = sizes
+    channels = _channels(sizes)
+    q = mixed + 4 * (i * channels + key_head * key_width)
+    return q, q + 4 * key_heads * key_width, mixed + 4 * ((i + 1) * channels - (value_heads - head) * width)
 
 
 @inlined
