@@ -138,7 +138,7 @@ def test_folders_and_files(tmp_path: Path, code: Path) -> None:
 def test_an_implementation_is_what_it_imports() -> None:
     """The op's own files that are used and the shared arithmetic; neither the definition nor what proves it."""
     names = {p.relative_to(PACKAGE).as_posix() for p in reached(impl_file("attention.cpu"))}
-    own = {"cpu", "spec", "loops", "store", "vectors", "backward", "__init__"}
+    own = {"cpu", "spec", "loops", "store", "vectors", "loops_backward", "__init__"}
     assert {n for n in names if n.startswith("kernels/attention/")} == {f"kernels/attention/{n}.py" for n in own}
     assert {"kernels/numeric/cpu.py", "kernels/numeric/tile.py", "schedule/schedule.py", "schedule/tree.py"} <= names
     assert all(n.startswith(("kernels/attention/", "kernels/numeric/", "schedule/")) or n.count("/") < 2 for n in names)
