@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_isoexec.model.checkpoint import CONFIG
-
 ARMS: Mapping[str, tuple[str, dict[str, str]]] = {
     "isoexec": (
         "isoexec",
@@ -64,6 +62,8 @@ def table(answers: Mapping[str, dict[str, Any]]) -> str:
 
 def refusal(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the arguments, and the mend; None for nothing."""
+    from skyrl_isoexec.model.checkpoint import CONFIG  # torch only where it is used
+
     unknown = sorted(set(arguments.arms) - ARMS.keys())
     if unknown or not arguments.arms:
         return f"--arms {', '.join(unknown) or 'names none'}: there are {', '.join(ARMS)}"
