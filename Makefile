@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: setup lint test test-gpu bench demo clean
+.PHONY: setup lint host test test-gpu bench demo clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -21,10 +21,14 @@ test: setup  # whole runs need both cores; everything else is done on two at a t
 	$(BIN)/python -m pytest -m "not gpu" tests/loop
 endif
 
-test-gpu:  # needs torch, triton, numpy and pytest alone, so it fills no .venv where there is none
+host:  # what a verb for a GPU needs of the Python that runs it
+	@$(or $(wildcard $(BIN)/python),python3) -c "import torch, triton" 2>/dev/null || \
+		{ echo "$(or $(wildcard $(BIN)/python),python3) has no torch or no triton; install them, or run make setup" >&2; exit 2; }
+
+test-gpu: host  # needs torch, triton, numpy and pytest alone, so it fills no .venv where there is none
 	$(or $(wildcard $(BIN)/python),python3) -m pytest -m gpu tests/gpu $(ARGS)
 
-bench:  # refuses an operator whose gate is not valid; as test-gpu, it needs no .venv
+bench: host  # refuses an operator whose gate is not valid; as test-gpu, it needs no .venv
 	$(or $(wildcard $(BIN)/python),python3) -m skyrl_isoexec.bench layers $(ARGS)
 
 demo: setup

@@ -103,17 +103,21 @@ class Cluster:
         count = slots(self._cfg)
         devices = torch.cuda.device_count() if self._cuda else count
         options: dict[str, Any] = {"num_gpus": devices, "num_cpus": max(16, 4 * count)}
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level="WARNING",
-            object_store_memory=self._object_store,
-            runtime_env={"env_vars": self._env},
-            _temp_dir=str(self._folder),
-            **options,
-        )
-        sync_registries()
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level="WARNING",
+                object_store_memory=self._object_store,
+                runtime_env={"env_vars": self._env},
+                _temp_dir=str(self._folder),
+                **options,
+            )
+            sync_registries()
+        except BaseException:  # nobody leaves what was not entered
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,6 +22,11 @@ Choose the stack with +exec=isoexec (the unified model on both sides) or +exec=n
 Everything else has a default; configs/ lists the groups, and SkyRL's keys keep their names.
 """
 WORKERS_LOG = "workers.log"
+MENDS = {
+    "hitting dynamic sampling limit": "no problem had right and wrong answers beside each other: give another model or "
+    "task, or set trainer.algorithm.dynamic_sampling.type=null, as run=random_weights does",
+}
+"""What a host says of a failure -> what a user can do about it."""
 RESUME = "trainer.resume_mode=latest, in a run that saves with trainer.ckpt_interval=STEPS"
 
 
@@ -109,6 +114,7 @@ def _train(launch: LaunchConfig, cfg: Any, contract: Contract | None, logs: Path
     cuda = launch.runtime.device == "cuda"
     variables = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads)
     with Cluster(cfg, variables, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in the place
         experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests, contract=contract)
         try:
             experiment.run()
@@ -173,4 +179,5 @@ def cause(error: BaseException) -> str:
     errors = list(chain(error))
     error = next((one for one in errors if isinstance(one, ProcessDied)), errors[-1])
     text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0] if len(text) == 1 else text[-1]}"
+    found = f"{type(error).__name__}: {text[0] if len(text) == 1 else text[-1]}"
+    return next((f"{found}; {mend}" for said, mend in MENDS.items() if said in found), found)

@@ -307,3 +307,11 @@ def test_a_contract_that_cannot_be_is_refused_before_a_base_is_trained(monkeypat
     monkeypatch.setattr(sequence, "compose_contract", stale)
     with pytest.raises(GateError, match="region rope"):
         check(*compose(["+exec=isoexec", *TINY]))
+
+
+def test_a_failure_of_dynamic_sampling_names_a_mend() -> None:
+    said = "Exiting training loop due to hitting dynamic sampling limit for filter strategy with 30 max sample batches."
+    assert "set trainer.algorithm.dynamic_sampling.type=null, as run=random_weights does" in launcher.cause(
+        RuntimeError(said)
+    )
+    assert launcher.cause(RuntimeError("another")) == "RuntimeError: another"
