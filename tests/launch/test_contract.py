@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from skyrl_isoexec.__main__ import main as isoexec
 from skyrl_isoexec.contract import Contract, decode, digest, encode
+from skyrl_isoexec.gate import run as gate_run
+from skyrl_isoexec.gate import ways
 from skyrl_isoexec.gate.record import GateError
+from skyrl_isoexec.kernels.attention import gate as attention_gate
 from skyrl_isoexec.launch import composition
 from skyrl_isoexec.launch.compose import compose
 from skyrl_isoexec.launch.composition import against_installation, compose_contract, decoder_config
@@ -188,3 +192,16 @@ def test_a_gpu_has_the_orders_that_were_compared_there(block: int, partition: in
     else:
         with pytest.raises(GateError, match=f"kernels.kv_block={block}, kernels.kv_partition={partition}: no gate"):
             composition._order(order, "sm90")
+
+
+def test_what_is_claimed_is_what_gates_and_gpu_tests_compute(root: Path) -> None:
+    """The orders of attention, the default among them, and the most stages of a pipeline."""
+    gate = (gate_run.SCHEDULE.kv_block, gate_run.SCHEDULE.kv_partition)
+    long = (attention_gate.LONG["kv_block"], attention_gate.LONG["kv_partition"])
+    text = (root / "tests" / "gpu" / "test_attention.py").read_text(encoding="utf-8")
+    found = re.search(r"Schedule\(kv_block=(\d+), kv_partition=(\d+)\)", text)
+    on_gpu = tuple(map(int, found.groups()))
+    launch, _ = compose(["+exec=isoexec", "runtime=cuda", "kernels=sm90", "model.dtype=bfloat16"])
+    assert composition.SOFTMAX["sm90"] == (gate, long, on_gpu)
+    assert (launch.kernels.kv_block, launch.kernels.kv_partition) == on_gpu
+    assert max(composition.STAGES) == max(len(bounds) - 1 for bounds in ways.BOUNDS)

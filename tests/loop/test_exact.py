@@ -82,13 +82,14 @@ def test_trainer_tp2_against_two_engines_colocated(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_engine_tp2_against_whole_trainer_apart(tmp_path: Path, complete: Callable[..., object]) -> None:
-    """bf16, unseeded, temperature 0.7 with processed log-probabilities."""
+    """bf16, two threads a process, unseeded, temperature 0.7 with processed log-probabilities."""
     run = complete(
         tmp_path / "run",
         "+exec=isoexec",
         *SMALL,
         "topology=separate",
         "topology.engine.tp=2",
+        "runtime.threads=2",
         "model.dtype=bfloat16",
         "run.seeded_requests=false",
         "generator.sampling_params.temperature=0.7",

@@ -139,13 +139,14 @@ def updates(cfg: Any) -> None:
         raise Refusal(f"trainer.policy_mini_batch_size={mini} is more than trainer.train_batch_size={batch}; lower it")
 
 
-def replicas(cfg: Any, dp: int, key: str) -> None:
-    """Refuse more data-parallel replicas, `key`'s `dp`, than a mini-batch's samples are divided by."""
+def replicas(cfg: Any, dp: int) -> None:
+    """Refuse data-parallel replicas among which a mini-batch's samples are not divided."""
     samples = cfg.trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt
     if samples % dp:
         raise Refusal(
-            f"{key}={dp} does not divide the {samples} samples of a mini-batch (trainer.policy_mini_batch_size times "
-            "generator.n_samples_per_prompt); choose one that does, or change them"
+            f"topology.trainer.dp={dp} does not divide the {samples} samples of a mini-batch "
+            "(trainer.policy_mini_batch_size times generator.n_samples_per_prompt); choose one that does, "
+            "or change them"
         )
 
 

@@ -39,7 +39,7 @@ def check(launch: LaunchConfig, cfg: Any) -> Contract | None:
     planned = model.planned(launch) if launch.model.path is None else None
     if planned is not None:
         model.layouts(planned, launch)
-    ranges.replicas(cfg, launch.topology.trainer.dp or 1, "topology.trainer.dp")
+    ranges.replicas(cfg, launch.topology.trainer.dp or 1)
     ranges.hosts(cfg)
     kept = None if cfg.trainer.resume_mode == "none" else Path(cfg.trainer.ckpt_path)
     folder.vacant(launch.run_dir, checkpoints=kept)
