@@ -142,6 +142,7 @@ class Trainer:
         from skyrl_isoexec.runtimes.megatron.logprob import token_logprobs
 
         config, axis = from_hf(read_config(model), dtype="bfloat16"), SingleAxis()
+        self.vocabulary = config.vocab_size
         self.kernels, self.device = load_kernels(KERNELS[device], schedule), device
         self.decoder = Decoder(config, self.kernels, axis, schedule, device=device)
         load(self.decoder, iter_tensors(model))
@@ -217,9 +218,9 @@ def whole_rows(outputs: list[Any], trainer: Trainer) -> dict[str, int]:
 def offline(model: Path, out: Path) -> int:
     """Our engine, in this process, against the trainer's decoder; 1 if a bit differs."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
-    from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, CUDA_ENVIRONMENT, EngineSettings
+    from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, cuda_environment
 
-    os.environ.update(CPU_ENVIRONMENT | CUDA_ENVIRONMENT)
+    os.environ.update(CPU_ENVIRONMENT | cuda_environment(hybrid=False))
     import torch
     from vllm import LLM
 
@@ -245,7 +246,7 @@ def offline(model: Path, out: Path) -> int:
         result = {"no_grad": compared(sampled(outputs), trainer.scored)}
     result["grad"] = compared(sampled(outputs[:16]), trainer.scored)
     few, tokens = WHOLE_ROWS
-    result["vocabulary"] = whole_rows(sample(engine, asked[:few], tokens, -1), trainer)
+    result["vocabulary"] = whole_rows(sample(engine, asked[:few], tokens, trainer.vocabulary), trainer)
     times["compared"] = time.perf_counter()
     served = engine.collective_rpc("isoexec_served")[0]
     seconds = {name: round(at - times["begin"], 1) for name, at in times.items() if name != "begin"}

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 ARMS: Mapping[str, tuple[str, dict[str, str]]] = {
-    "isoexec": (
-        "isoexec",
-        {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1"},
-    ),
-    "stock": ("stock", {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
-    "batch-invariant": ("stock", {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_BATCH_INVARIANT": "1"}),
+    "isoexec": ("isoexec", {}),
+    "stock": ("stock", {}),
+    "batch-invariant": ("stock", {"VLLM_BATCH_INVARIANT": "1"}),
 }
-"""Arm -> (engine, its environment). What the unified model needs of it is in `runtimes/vllm/settings.py`."""
-OWN = frozenset(name for _, variables in ARMS.values() for name in variables)
-"""Variables that one arm or another sets: no arm has one from the caller."""
+"""Arm -> (engine, its environment). What an engine needs of it for a model, its process adds: see `throughput`."""
+OWN = frozenset(
+    ("TORCHDYNAMO_DISABLE", "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_USE_V2_MODEL_RUNNER")
+)
+"""Variables that decide how an engine computes: no arm has one from the caller."""
 COMMAND = (sys.executable, "-m", "skyrl_isoexec.runtimes.vllm.throughput")
 
 

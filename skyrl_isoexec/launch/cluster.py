@@ -16,7 +16,7 @@ import ray
 import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 
-from ..runtimes.vllm.settings import CPU_ENVIRONMENT, CUDA_ENVIRONMENT
+from ..runtimes.vllm.settings import CPU_ENVIRONMENT, cuda_environment
 
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WATCHED: dict[str, None] = dict.fromkeys(
@@ -49,16 +49,19 @@ WATCHED: dict[str, None] = dict.fromkeys(
 """Variables of the hosts that can decide how something is computed, and that a run leaves unset in every process."""
 
 
-def computing(*, cuda: bool, threads: int) -> dict[str, str]:
-    """Variables that every computing process has to see; the contract names them, and each process reads them back."""
+def computing(*, cuda: bool, threads: int, hybrid: bool | None) -> dict[str, str]:
+    """Variables that every computing process has to see; the contract names them, and each process reads them back.
+
+    `hybrid` says whether layers of our model are recurrent; None is the stock stack's, whose engine chooses by itself.
+    """
     common = {"VLLM_PLUGINS": "isoexec", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **dict.fromkeys(THREADS, str(threads))}
-    return {**common, **(CUDA_ENVIRONMENT if cuda else CPU_ENVIRONMENT)}
+    return {**common, **(cuda_environment(hybrid=hybrid) if cuda else CPU_ENVIRONMENT)}
 
 
-def environment(*, log_file: Path, cuda: bool, threads: int) -> dict[str, str]:
-    """Variables of every Ray worker of a run; `threads` is of one process."""
+def environment(*, log_file: Path, cuda: bool, threads: int, hybrid: bool | None) -> dict[str, str]:
+    """Variables of every Ray worker of a run; `threads` is of one process, `hybrid` as `computing` has it."""
     common = {
-        **computing(cuda=cuda, threads=threads),
+        **computing(cuda=cuda, threads=threads, hybrid=hybrid),
         "SKYRL_LOG_FILE": str(log_file),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -212,13 +212,14 @@ def _experts(cut: tuple[str, ...], decoder: str) -> TopologyClaim:
     return TopologyClaim(axis="ep", kind="invariant", degrees=EXPERT_DEGREES, proof=(*cut, decoder))
 
 
-def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
+def deployment(launch: LaunchConfig, cfg: Any, hybrid: bool) -> dict[str, Any]:
     """What is proven not to change a bit, but has to be what was asked for."""
     trainer, engine = launch.topology.trainer, cfg.generator.inference_engine
+    cuda, threads = launch.runtime.device == "cuda", launch.runtime.threads
     return {
         "device": launch.runtime.device,
         "engine": {
-            **(_graphs(engine.enforce_eager) if launch.runtime.device == "cuda" else {}),
+            **(_graphs(engine.enforce_eager) if cuda else {}),
             "block_size": launch.runtime.page_size,
             "enable_chunked_prefill": engine.enable_chunked_prefill,
             "enable_prefix_caching": engine.enable_prefix_caching,
@@ -230,7 +231,7 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
             "tp": launch.topology.engine.tp,
             "worker_class": worker_class(launch.runtime.device),
         },
-        "environment": {**computing(cuda=launch.runtime.device == "cuda", threads=launch.runtime.threads), **WATCHED},
+        "environment": {**computing(cuda=cuda, threads=threads, hybrid=hybrid), **WATCHED},
         "seeds": {"requests": launch.run.seeded_requests, "run": cfg.trainer.seed},
         "threads": launch.runtime.threads,
         "trainer": {
@@ -264,7 +265,7 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
         GDN[launch.kernels.gdn],
         launch.schedule,
         cfg.generator.sampling_params.temperature,
-        deployment(launch, cfg),
+        deployment(launch, cfg, config.hybrid),
     )
     validate(contract)
     return contract
@@ -342,7 +343,8 @@ def against_installation(contract: Contract) -> list[str]:
     except (ValueError, KeyError, TypeError) as error:
         return [f"this contract cannot be composed here: {error}"]
     problems = [f"here it would differ: {line}" for line in diff(contract, again)]
-    variables = computing(cuda=contract.deployment.get("device") == "cuda", threads=1)
+    cuda, hybrid = contract.deployment.get("device") == "cuda", again.model.fields["full_attention_interval"] != 1
+    variables = computing(cuda=cuda, threads=1, hybrid=hybrid)
     needed = (*DEPLOYED, *(f"environment.{name}" for name in variables))
     missing = [key for key in needed if not _has(contract.deployment, key)]
     problems += [f"deployment.{key} is missing" for key in missing]

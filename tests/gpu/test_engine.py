@@ -130,10 +130,12 @@ def folders(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 @pytest.fixture(scope="module")
 def engine(family: str, pages: Any, page_size: int, folders: list[Path]) -> Iterator[Any]:
-    from skyrl_isoexec.runtimes.vllm.settings import CUDA_ENVIRONMENT, EngineSettings
+    from skyrl_isoexec.runtimes.vllm.settings import EngineSettings, cuda_environment
 
     before = dict(os.environ)
-    os.environ.update(CUDA_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
+    os.environ.update(
+        cuda_environment(hybrid=pages is not None), VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1"
+    )
     from vllm import LLM
 
     settings = EngineSettings(family=family, kernels="kernel", schedule=SCHEDULE)
@@ -150,6 +152,7 @@ def engine(family: str, pages: Any, page_size: int, folders: list[Path]) -> Iter
         gpu_memory_utilization=0.2,
         enable_prefix_caching=True,
         disable_log_stats=False,
+        logprobs_mode="processed_logprobs",
         seed=0,
     )
     os.environ.clear()
@@ -172,7 +175,7 @@ class Reference:
         load(self.decoder, iter_tensors(folder))
 
     @torch.no_grad()
-    def logprobs(self, ids: list[int]) -> torch.Tensor:
+    def logprobs(self, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
         """fp32 [len(ids), vocabulary]."""
         bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device="cuda")
         x_TH = self.decoder.layers(
@@ -180,7 +183,7 @@ class Reference:
             torch.arange(len(ids), device="cuda"),
             self.decoder.end_to_end(bounds),
         )
-        return self.kernels.logprobs(self.decoder.full_logits(x_TH)).cpu()
+        return self.kernels.logprobs(self.decoder.full_logits(x_TH), temperature).cpu()
 
 
 @pytest.fixture(scope="module")
@@ -193,19 +196,20 @@ def prompt(length: int, seed: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(length)]
 
 
-def generate(engine: Any, prompts: list[list[int]], tokens: int = 24) -> list[Any]:
+def generate(engine: Any, prompts: list[list[int]], tokens: int = 24, **others: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    wanted = SamplingParams(max_tokens=tokens, temperature=1.0, seed=3, logprobs=4, ignore_eos=True, detokenize=False)
+    chosen = {"temperature": 1.0, "logprobs": 4} | others
+    wanted = SamplingParams(max_tokens=tokens, seed=3, ignore_eos=True, detokenize=False, **chosen)
     return engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
 
 
-def mismatched(reference: Reference, outputs: list[Any]) -> tuple[int, int]:
-    """(differing, compared) over the sampled tokens and the four likeliest beside them."""
+def mismatched(reference: Reference, outputs: list[Any], temperature: float = 1.0) -> tuple[int, int]:
+    """(differing, compared) over the sampled tokens and the likeliest that came beside them."""
     got, want = [], []
     for output in outputs:
         start, answer = list(output.prompt_token_ids), output.outputs[0]
-        rows = reference.logprobs(start + list(answer.token_ids))
+        rows = reference.logprobs(start + list(answer.token_ids), temperature)
         for step, entries in enumerate(answer.logprobs):
             got += [entry.logprob for entry in entries.values()]
             want += [rows[len(start) + step - 1, token].item() for token in entries]
@@ -258,6 +262,15 @@ def test_every_number_of_sequences_pads_alike(engine: Any, references: list[Refe
             references[0], generate(engine, [prompt(20 + i, 100 + i) for i in range(count)], tokens=6)
         )
         assert wrong == 0, f"{count} sequences"
+
+
+@pytest.mark.parametrize("logprobs", [0, 4])
+def test_a_temperature_is_divided_by_exactly(logprobs: int, engine: Any, references: list[Reference]) -> None:
+    """Log-probabilities of sampled tokens alone and of others beside them, at a temperature that is no power of two."""
+    outputs = generate(engine, [prompt(20 + i, 300 + i) for i in range(9)], temperature=0.7, logprobs=logprobs)
+    wrong, compared = mismatched(references[0], outputs, 0.7)
+    assert compared >= 9 * 24 * (1 + (logprobs > 0)) and wrong == 0
+    assert mismatched(references[0], outputs)[0] > 0, "the temperature changed nothing that shows"
 
 
 def test_a_common_beginning_is_found(engine: Any, page_size: int, references: list[Reference]) -> None:

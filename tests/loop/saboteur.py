@@ -167,6 +167,11 @@ class EngineChanges(Changes):
 
         return self.attribute(logprobs, "log_softmax_override", None)
 
+    def token_logprobs(self):
+        from vllm.v1.sample.ops import logprobs
+
+        return self.attribute(logprobs, "token_logprobs_override", None)
+
     def architecture(self):
         from vllm import ModelRegistry
 
@@ -207,6 +212,7 @@ LIVE += [
     (ENGINE, "prefix_caching", "engine.enable_prefix_caching"),
     (ENGINE, "raw_logprobs", "engine.logprobs_mode"),
     (ENGINE, "log_softmax", "plugin.log_softmax"),
+    (ENGINE, "token_logprobs", "plugin.log_softmax"),
     (ENGINE, "architecture", "plugin.architecture"),
     (ENGINE, "transfer", "plugin.transfer"),
 ]

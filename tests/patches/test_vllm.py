@@ -95,6 +95,20 @@ def test_every_logprob_goes_through_the_override(engine, monkeypatch: pytest.Mon
         assert len(prompt) >= 2 and set(prompt) == {-7.0}
 
 
+def test_the_second_runner_asks_for_token_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its one function for log-probabilities, of sampled and of prompt tokens, returns what the override does."""
+    from vllm.v1.sample.ops import logprobs
+    from vllm.v1.worker.gpu.sample import logprob, prompt_logprob, sampler
+
+    asked = []
+    monkeypatch.setattr(logprobs, "token_logprobs_override", lambda *given: asked.append(given) or torch.zeros(3, 2))
+    logits, ids = torch.randn(3, 64), torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
+    assert not logprob.compute_token_logprobs(logits, ids).any()
+    ((rows, chosen),) = asked
+    assert rows is logits and chosen.dtype == torch.int64 and torch.equal(chosen, ids.long())
+    assert sampler.compute_topk_logprobs is prompt_logprob.compute_topk_logprobs is logprob.compute_topk_logprobs
+
+
 def test_a_seed_holds_beside_unseeded_rows(engine) -> None:
     """A seeded request samples the same tokens alone and beside unseeded requests, each of which keeps its freedom."""
     prompt = [5, 6, 7]

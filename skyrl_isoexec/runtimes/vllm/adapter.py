@@ -25,7 +25,7 @@ from skyrl_isoexec.model.sequences import GdnRows
 from skyrl_isoexec.runtimes.vllm.attention import PagedBackend, PagedMetadata, bind
 from skyrl_isoexec.runtimes.vllm.axes import tensor_axis
 from skyrl_isoexec.runtimes.vllm.checks import check_contract, check_engine, check_pages, read_model_config
-from skyrl_isoexec.runtimes.vllm.install import install_log_softmax, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.install import has_logprobs, install_logprobs
 from skyrl_isoexec.runtimes.vllm.latent import LatentBackend, LatentPages
 from skyrl_isoexec.runtimes.vllm.pages import state_kernels, state_shapes
 from skyrl_isoexec.runtimes.vllm.recurrence import Recurrence
@@ -59,7 +59,7 @@ class IsoExecForCausalLM(Decoder):
         self.cos_sin_PR = table  # no buffer: a reload of the weights would take it for one of them
         self.restore_table()
         self.settings, self.loader, self.steps = settings, WeightLoader(self), Steps(kernels, self._check_ready)
-        install_log_softmax(kernels.logprobs)
+        install_logprobs(kernels)
         paged = LatentBackend if config.latent else PagedBackend
         backend = bind(kernels, settings.schedule.kv_block, self.steps.begin, paged)
         self.last_attention = max(index for index in range(config.num_layers) if config.attends(index))
@@ -145,7 +145,7 @@ class IsoExecForCausalLM(Decoder):
                 f"the weights are incomplete: {len(self.loader.received)} of {len(self.loader.homes)} tensors of an "
                 "update have come, or the last update was refused"
             )
-        if installed_log_softmax() is not self.kernels.logprobs:
+        if not has_logprobs(self.kernels):
             raise RuntimeError("another model of this process replaced the log-softmax; run one engine per process")
 
 

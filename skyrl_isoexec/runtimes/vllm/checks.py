@@ -61,7 +61,7 @@ def check_engine(vllm_config: VllmConfig, config: DecoderConfig, settings: Engin
             f"at most max_position_embeddings = {config.max_position}",
         ),
     )
-    _apply(*rules, *_graph_rules(vllm_config), *_latent_rules(vllm_config))
+    _apply(*rules, *_graph_rules(vllm_config, config.hybrid), *_latent_rules(vllm_config))
 
 
 Rule = tuple[str, object, bool, str]
@@ -125,7 +125,7 @@ def _page_rules(vllm_config: VllmConfig, config: DecoderConfig, kernels: Kernels
     )
 
 
-def _graph_rules(vllm_config: VllmConfig) -> tuple[Rule, ...]:
+def _graph_rules(vllm_config: VllmConfig, hybrid: bool) -> tuple[Rule, ...]:
     """Rules of an engine on a GPU, where vLLM would compile a model, and choose a runner, of its own."""
     if vllm_config.device_config.device_type != "cuda":
         return ()
@@ -137,9 +137,9 @@ def _graph_rules(vllm_config: VllmConfig) -> tuple[Rule, ...]:
         ("compilation_config.cudagraph_mode", graphs, graphs in GRAPHS, " or ".join(GRAPHS)),
         (
             "VLLM_USE_V2_MODEL_RUNNER",
-            vllm_config.use_v2_model_runner,
-            not vllm_config.use_v2_model_runner,
-            "0: the log-probabilities of that runner are its own",
+            int(vllm_config.use_v2_model_runner),
+            vllm_config.use_v2_model_runner != hybrid,
+            "0 for a model with recurrent layers" if hybrid else "1 for a model without recurrent layers",
         ),
         ("enable_dbo", ubatching, not ubatching, "off"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl_isoexec.model.facts import Fact, decoder_facts, device_facts
 from skyrl_isoexec.model.probe import probe
 from skyrl_isoexec.model.sequences import gdn_heads
-from skyrl_isoexec.runtimes.vllm.install import BACKEND, MODELS, installed_log_softmax
+from skyrl_isoexec.runtimes.vllm.install import BACKEND, MODELS, has_logprobs
 from skyrl_isoexec.runtimes.vllm.pages import state_shapes
 from skyrl_isoexec.runtimes.vllm.settings import TRANSFER_BACKEND
 from skyrl_isoexec.runtimes.vllm.steps import without_rehearsal
@@ -55,9 +55,17 @@ def engine_facts(worker: Any) -> dict[str, Fact]:
 
 
 def foreign_processors(worker: Any) -> str:
-    """Classes in the live sampler that change logits and are not vLLM's own; vLLM also loads those of any package."""
+    """Classes in the live sampler that change logits and are not vLLM's own; vLLM also loads those of any package.
+
+    The second runner's sampler takes none: there it is the sampler itself that is looked at.
+    """
     from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
+    if worker.vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+        kind = type(worker.model_runner.sampler)
+        return "" if kind is Sampler else f"{kind.__module__}.{kind.__qualname__}"
     kinds = {type(one) for one in worker.model_runner.input_batch.logitsprocs.all}
     return ", ".join(sorted(f"{k.__module__}.{k.__qualname__}" for k in kinds - set(BUILTIN_LOGITS_PROCESSORS)))
 
@@ -113,7 +121,7 @@ def worker_facts(worker: Any) -> dict[str, Fact]:
         "model.one_place": found["model.one_place"] and own_attention(model) and own_recurrence(model),
         "degree.tp": get_tp_group().world_size,
         "degree.pp": get_pp_group().world_size,
-        "plugin.log_softmax": installed_log_softmax() is model.kernels.logprobs,
+        "plugin.log_softmax": has_logprobs(model.kernels),
     }
 
 

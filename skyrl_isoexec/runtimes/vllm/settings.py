@@ -45,12 +45,15 @@ on a CPU: with it vLLM turns chunked prefill off, for our model too.
 """
 
 
-CUDA_ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
-"""The same for a CUDA engine. The first sampler gives no log-probabilities and compiles itself at run time; the second
-runner does not pass through the sampler whose log-softmax is ours."""
+def cuda_environment(*, hybrid: bool | None) -> dict[str, str]:
+    """The same for a CUDA engine, of our model with recurrent layers or without; for None, of a stock one.
+
+    vLLM's flashinfer sampler gives no log-probabilities and compiles itself at run time. Its second runner is the
+    faster one, and vLLM's own choice for dense models; it has no pages of states yet.
+    """
+    runner = {} if hybrid is None else {"VLLM_USE_V2_MODEL_RUNNER": str(int(not hybrid))}
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | runner
+
 
 CACHE_MODE = "all"
 """vLLM's `mamba_cache_mode` with a prefix cache: a state for every page; without one it is "none"."""

@@ -25,21 +25,22 @@ class Steps:
         self.kernels, self.ready = kernels, ready
         self.replays = 0
         """Steps that a captured graph has computed."""
-        self._rehearsing = False
+        self.rehearsing = False
+        """Whether batches are dummies now."""
         self._replayed_case: str | None = None
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Batches of this context are dummies: nobody is served by them."""
-        self._rehearsing = True
+        self.rehearsing = True
         try:
             yield
         finally:
-            self._rehearsing, self._replayed_case, self.kernels.case = False, None, None
+            self.rehearsing, self._replayed_case, self.kernels.case = False, None, None
 
     def begin(self, case: str) -> None:
         """A batch was described; either `forward` follows, or a graph is replayed."""
-        if self._rehearsing:
+        if self.rehearsing:
             return
         self.ready()
         self.kernels.case = self._replayed_case = case
@@ -49,11 +50,11 @@ class Steps:
         self._replayed_case = None
         if case is not None:
             self.ready()
-        self.kernels.case = REHEARSED if self._rehearsing and case is not None else case
+        self.kernels.case = REHEARSED if self.rehearsing and case is not None else case
 
     def end(self) -> None:
         """The layers have been computed. RuntimeError if that was neither by Python nor by a graph of a rehearsal."""
-        if self._rehearsing:
+        if self.rehearsing:
             self.kernels.case = None  # logits are computed outside of graphs, and counted in the steps themselves
         if self._replayed_case is None:
             return

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from skyrl_isoexec.model.checkpoint import CONFIG, read_config
 from skyrl_isoexec.model.families import from_hf
 from skyrl_isoexec.runtimes.vllm.pages import hybrid_page_size, state_kernels
-from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, HybridPages
+from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, HybridPages, cuda_environment
 from skyrl_isoexec.schedule import Schedule
 
 
@@ -82,6 +82,14 @@ def engine_arguments(question: Question) -> dict[str, Any]:
     pages = HybridPages(page_size=size, prefix_caching=False) if config.hybrid else None
     ours = settings.engine_arguments(dtype="bfloat16", device=question.device, hybrid=pages)
     return arguments | ours | {"block_size": size}
+
+
+def environment(question: Question) -> dict[str, str]:
+    """Variables of an arm that vLLM reads when it is imported; a stock engine on a GPU chooses its runner itself."""
+    if question.device == "cpu":
+        return CPU_ENVIRONMENT
+    hybrid = from_hf(read_config(Path(question.model))).hybrid
+    return cuda_environment(hybrid=None if question.arm == "stock" else hybrid)
 
 
 WHOLE = {
@@ -152,8 +160,7 @@ def main(arguments: list[str]) -> int:
     """Answer the question in the first argument."""
     given = json.loads(arguments[0])
     question = Question(**{**given, "sequences": tuple(given["sequences"])})
-    if question.device == "cpu":
-        os.environ.update(CPU_ENVIRONMENT)
+    os.environ.update(environment(question))
     print(json.dumps({"question": dataclasses.asdict(question), **measure(question)}), flush=True)
     return 0
 

@@ -179,7 +179,7 @@ def host() -> Iterator[None]:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.sample.ops import logprobs
 
-    logprobs.log_softmax_override = None
+    logprobs.log_softmax_override = logprobs.token_logprobs_override = None
     gc.collect()
     cleanup_dist_env_and_memory()
     for (owner, name), original in zip(replaced, originals, strict=True):

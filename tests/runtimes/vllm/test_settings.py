@@ -97,31 +97,35 @@ def test_native_engines_are_left_alone(host, checkpoint) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.sample.ops import logprobs
 
-    logprobs.log_softmax_override = None  # of an engine that an earlier test ran in this process
+    logprobs.log_softmax_override = logprobs.token_logprobs_override = (
+        None  # of an engine that an earlier test ran in this process
+    )
     engine = LLM(
         str(checkpoint("float32")), dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=128, block_size=16, kv_cache_memory_bytes=2**22,
     )  # fmt: skip
     (out,) = engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
-    assert len(out.outputs[0].token_ids) == 4 and logprobs.log_softmax_override is None
+    assert len(out.outputs[0].token_ids) == 4
+    assert logprobs.log_softmax_override is logprobs.token_logprobs_override is None
     assert engine.apply_model(lambda model: type(model).__name__) == ["Qwen3ForCausalLM"]
 
 
 GRAPHS = {
     "compiled": ({"mode": "VLLM_COMPILE"}, "compilation_config.mode = 'VLLM_COMPILE'"),
     "piecewise": ({"graphs": "PIECEWISE"}, "compilation_config.cudagraph_mode = 'PIECEWISE'"),
-    "another runner": ({"runner": True}, "VLLM_USE_V2_MODEL_RUNNER = True .*log-probabilities of that runner"),
+    "another runner": ({"runner": False}, "VLLM_USE_V2_MODEL_RUNNER = 0 .*1 for a model without recurrent layers"),
+    "a hybrid": ({"hybrid": True}, "VLLM_USE_V2_MODEL_RUNNER = 1 .*0 for a model with recurrent layers"),
     "two batches at once": ({"ubatching": True}, "enable_dbo = True"),
 }
 
 
 @pytest.mark.parametrize("case", ["as asked", "eager", "on the cpu", *GRAPHS])
 def test_how_a_gpu_engine_runs_is_held_to(case: str, namespace) -> None:
-    """vLLM's own compilation, piecewise graphs and second runner are refused on a GPU; nothing is asked elsewhere."""
+    """vLLM's own compilation, piecewise graphs and another runner are refused on a GPU; nothing is asked elsewhere."""
     pytest.importorskip("vllm")
     from skyrl_isoexec.runtimes.vllm.checks import _graph_rules
 
-    given = {"mode": "NONE", "graphs": "FULL_DECODE_ONLY", "runner": False, "ubatching": False}
+    given = {"mode": "NONE", "graphs": "FULL_DECODE_ONLY", "runner": True, "ubatching": False, "hybrid": False}
     change, said = GRAPHS.get(case, ({"graphs": "NONE"} if case == "eager" else {}, ""))
     given |= change
     config = namespace(
@@ -132,7 +136,8 @@ def test_how_a_gpu_engine_runs_is_held_to(case: str, namespace) -> None:
         parallel_config=namespace(use_ubatching=given["ubatching"]),
         use_v2_model_runner=given["runner"],
     )
-    broken = [f"{name} = {value!r} {supported}" for name, value, holds, supported in _graph_rules(config) if not holds]
+    rules = _graph_rules(config, given["hybrid"])
+    broken = [f"{name} = {value!r} {supported}" for name, value, holds, supported in rules if not holds]
     assert len(broken) == bool(said)
     assert all(re.search(said, line) for line in broken)
 
