@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prove that tiles of a product give the same bits on this GPU, time them, and write the tables of admitted tiles.
 
-    python scripts/tune_sm90.py [--seconds 240] [--out FOLDER] [--write]
+    python scripts/tune_sm90.py [--seconds 240] [--models MODEL...] [--rows M...] [--out FOLDER] [--write]
 
 For each shape and number of rows every candidate is compared with the first one, bit for bit, and timed in a replayed
 CUDA graph over operands that together exceed the L2 cache; cuBLAS is timed beside it. A candidate that differs anywhere
@@ -31,16 +31,31 @@ from skyrl_isoexec.schedule import Schedule  # noqa: E402
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 """Numbers of rows that are timed; a row of the table serves all numbers up to it."""
+ORDER = (16, 256, 4096, 64, 512, 128, 1024, 16384, 32)
+"""The same, what matters most first, should time run out."""
+OPS = ("attention", "linear", "row_linear")
 LINEAR = {
     "MiMo-7B": ((4096, 4096), (1024, 4096), (11008, 4096)),
     "Qwen3.5-9B": ((8192, 4096), (1024, 4096), (12288, 4096)),
     "Qwen3.5-35B-A3B": ((8192, 2048), (512, 2048), (4096, 2048)),
+    "GLM-4.7-Flash": ((768, 2048), (576, 2048), (5120, 768), (1536, 2048), (10240, 2048)),
+    "SmolLM2-135M": ((576, 576), (192, 576), (1536, 576)),
 }
 """(N, K) of column-parallel linears."""
+HEADS = {
+    "MiMo-7B": (151680, 4096),
+    "Qwen3.5-9B": (248320, 4096),
+    "Qwen3.5-35B-A3B": (248320, 2048),
+    "GLM-4.7-Flash": (154880, 2048),
+    "SmolLM2-135M": (49152, 576),
+}
+"""(N, K) of linears to a vocabulary, whose results are fp32."""
 ROW_LINEAR = {
     "MiMo-7B": ((4096, 4096), (4096, 11008)),
     "Qwen3.5-9B": ((4096, 4096), (4096, 12288)),
     "Qwen3.5-35B-A3B": ((2048, 4096), (2048, 512)),
+    "GLM-4.7-Flash": ((2048, 5120), (2048, 1536), (2048, 10240)),
+    "SmolLM2-135M": ((576, 576), (576, 1536)),
 }
 """(N, K) of row-parallel linears; also timed with 2 and with 8 leaves."""
 L2_BYTES = 60_000_000
@@ -125,11 +140,12 @@ def compile_attention(job: tuple[tuple[int, int, int], tuple[int, int, int]]) ->
         pass
 
 
-def compile_all(jobs: list[tuple[str, int, str]]) -> None:
+def compile_all(jobs: list[tuple[str, int, str]], attend: bool) -> None:
     """Compile on many cores: it takes longer than measuring."""
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        slow = pool.map(compile_attention, [(shape, choice) for shape in ATTENTION for choice in CHOICES])
+        shapes = ATTENTION if attend else ()
+        slow = pool.map(compile_attention, [(shape, choice) for shape in shapes for choice in CHOICES])
         list(pool.map(compile_one, jobs)), list(slow)
 
 
@@ -162,10 +178,11 @@ def measure(name: str, num_n: int, num_k: int, num_m: int, leaves: int, deadline
         for _ in range(max(1, min(24, 2 * L2_BYTES // bytes_of_one + 1)))
     ]
     native = milliseconds(lambda w: torch.mm(x, w.t()), copies)
+    dtype = torch.float32 if (num_n, num_k) in HEADS.values() else torch.bfloat16
 
     def run(tile):
         if name == "linear":
-            return lambda w: linear.forward(x, w, None, torch.bfloat16, tile)
+            return lambda w: linear.forward(x, w, None, dtype, tile)
         return lambda w: row_linear.forward(x, w, leaves, tile)
 
     result = {"op": name, "n": num_n, "k": num_k, "m": num_m, "leaves": leaves, "native_ms": native, "tiles": {}}
@@ -219,7 +236,7 @@ def best(result: dict) -> list[str]:
 
 
 def write_table(path: Path, results: list[dict], made: dict[str, str]) -> None:
-    """Replace the rows of the shapes that were measured by their winners; "default" stays."""
+    """Replace the rows of the shapes that were measured by their winners; "default" and other shapes stay."""
     data = json.loads(path.read_text(encoding="utf-8"))
     found: dict[str, list] = {}
     for result in sorted(results, key=lambda r: (r["n"], r["k"], r["leaves"], r["m"])):
@@ -238,17 +255,20 @@ def write_table(path: Path, results: list[dict], made: dict[str, str]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def provenance(seconds: float, commit: str) -> dict[str, str]:
+def provenance(commit: str) -> dict[str, str]:
     """What a table says of how it was made."""
     return {
         "card": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": commit, "command": f"python3 scripts/tune_sm90.py --seconds {seconds:.0f}",
+        "commit": commit, "command": " ".join(("python3", *sys.argv)),
     }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="stop adding shapes after this long")
+    parser.add_argument("--models", nargs="*", choices=LINEAR, default=list(LINEAR), help="default: all")
+    parser.add_argument("--rows", nargs="*", type=int, choices=ROWS, default=list(ORDER), help="default: all")
+    parser.add_argument("--ops", nargs="*", choices=OPS, default=list(OPS), help="default: all")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for tune.json and the tables")
     parser.add_argument("--commit", default="unknown", help="of the repository, to be named in the tables")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache and stop")
@@ -256,23 +276,25 @@ def main() -> int:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
-    work = [("linear", shape, 1) for shapes in LINEAR.values() for shape in shapes]
-    work += [("row_linear", shape, n) for shapes in ROW_LINEAR.values() for shape in shapes for n in (1, 2, 8)]
-    order = (16, 256, 4096, 64, 512, 128, 1024, 16384, 32)  # what matters most first, should time run out
+    work = [("linear", HEADS[name], 1) for name in arguments.models]
+    work += [("linear", shape, 1) for name in arguments.models for shape in LINEAR[name]]
+    work += [("row_linear", shape, n) for name in arguments.models for shape in ROW_LINEAR[name] for n in (1, 2, 8)]
+    work = [one for one in work if one[0] in arguments.ops]
     jobs = [
         (name, leaves, str(t))
         for name, leaves in sorted({w[::2] for w in work})
-        for m in order
+        for m in arguments.rows
         for t in candidates(m, leaves)
     ]
     begin = time.monotonic()
-    compile_all(list(dict.fromkeys(jobs)))
+    compile_all(list(dict.fromkeys(jobs)), "attention" in arguments.ops)
     print(f"{len(set(jobs))} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
     if arguments.compile_only:
         return 0
-    attention_tiles(deadline)
+    if "attention" in arguments.ops:
+        attention_tiles(deadline)
     results = []
-    for num_m in order:
+    for num_m in arguments.rows:
         for name, (num_n, num_k), leaves in dict.fromkeys(work):
             if time.monotonic() > deadline:
                 break
@@ -292,7 +314,7 @@ def main() -> int:
         mine, source = [r for r in results if r["op"] == name], Path(module.__file__).parent / "tiles.json"
         copy = source if arguments.write else arguments.out / f"{name}_tiles.json"
         copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-        write_table(copy, mine, provenance(arguments.seconds, arguments.commit))
+        write_table(copy, mine, provenance(arguments.commit))
     refused = [
         (r["op"], r["n"], r["k"], r["m"], t, v["differing"])
         for r in results
