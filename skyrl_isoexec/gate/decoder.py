@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ LENGTHS = (9, 1, 3, 33, 70)
 """Sequences: one token, less than a softmax block, more than one, more than a partition."""
 LONG, CUTS = 140, (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 """A prompt, and where its prefill is cut: around pages, blocks and partitions."""
+DEPLOYED = Schedule(num_leaves=8, kv_block=64, kv_partition=512)
+"""The order of runs on Hopper, whose blocks and partitions are longer than the gates'."""
+DEPLOYED_LENGTHS, DEPLOYED_CUTS = (9, 1, 530, 70), (63, 64, 65, 511, 512, 513)
+"""Sequences of which one is longer than a partition, and where its prefill is cut."""
 
 
 def prove(region: str, proof: Proof, file: str, schedule: Schedule) -> None:
@@ -56,10 +61,29 @@ def prove(region: str, proof: Proof, file: str, schedule: Schedule) -> None:
 
 
 def prove_on(device: str, region: str, proof: Proof, file: str, schedule: Schedule) -> None:
-    """The same on a device whose order PyTorch does not state: every check but the one against the definition."""
+    """The same on a device whose order PyTorch does not state: every check but the one against the definition.
+
+    Cases and cuts are compared in the order of runs too.
+    """
     for model, config, kernels in on_tensor_cores(region, file, schedule):
         prove_model(proof, f"{model} bfloat16", config, kernels, None, device)
         _served(proof, kernels)
+    for model, config, kernels in on_tensor_cores(region, file, DEPLOYED):
+        _deployed(proof, f"{model} bfloat16", config, kernels, device)
+
+
+def _deployed(proof: Proof, label: str, config: DecoderConfig, kernels: Kernels, device: str) -> None:
+    """Packed rows, a prefill, a prefill cut in two and decode steps, over more than one partition."""
+    config = replace(config, max_position=2 * DEPLOYED.kv_partition)
+    make, sequences = builder(config, kernels, device), token_ids(config, DEPLOYED_LENGTHS, device)
+    decoder, longest = make(), DEPLOYED_LENGTHS.index(max(DEPLOYED_LENGTHS))
+    whole = trainer(decoder, sequences, grad=False)
+    for name, steps in (("prefill", prefill_steps(sequences)), ("decode", decode_steps(sequences))):
+        proof.equal(f"{label}: deployed order", whole, engine(decoder, sequences, steps), at=name)
+    for cut in DEPLOYED_CUTS:
+        others = [(r, 0, len(s)) for r, s in enumerate(sequences) if r != longest]
+        steps = [[(longest, 0, cut)], [*others, (longest, cut, len(sequences[longest]))]]
+        proof.equal(f"{label}: deployed order", whole, engine(decoder, sequences, steps), at=f"cut at {cut}")
 
 
 def on_tensor_cores(region: str, file: str, schedule: Schedule) -> Iterator[tuple[str, DecoderConfig, Kernels]]:

@@ -80,7 +80,12 @@ def trainer(decoder: Decoder, sequences: Sequence[Tensor], *, grad: bool) -> Ten
 
 @torch.no_grad()
 def engine(decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Rows]) -> Tensor:
-    """Log-probabilities [T, V] of the rows of all steps over pages, with packed weights, in the sequences' order."""
+    """Log-probabilities [T, V] of the rows of all steps over pages, in the sequences' order.
+
+    Weights are packed, or where kernels read them as they are, joined.
+    """
+    if sequences[0].is_cuda:
+        decoder.join()
     decoder.refresh_packed()
     run = Engine(decoder, sequences)
     for step in steps:

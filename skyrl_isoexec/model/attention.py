@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from skyrl_isoexec.model.config import DecoderConfig
-from skyrl_isoexec.model.layers import ColumnLinear, Place, RMSNorm, RowLinear
+from skyrl_isoexec.model.layers import ColumnLinear, Joined, Place, RMSNorm, RowLinear
 from skyrl_isoexec.model.sequences import Sequences
 
 
@@ -29,19 +29,26 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, config.rms_norm_eps, place, offset=offset) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps, place, offset=offset) if config.qk_norm else None
         self.index, self.head_dim, self.gated, self.place = index, width, config.attention_gate, place
+        self.joined: Joined | None = None
+
+    def join(self) -> None:
+        """From now on one product computes queries, keys and values, see `Joined`."""
+        self.joined = Joined((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(
         self, x_TH: torch.Tensor, positions_T: torch.Tensor, cos_sin_PR: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
         """y_TH, whole on every rank."""
         x_TH = self.place.axis.copy_in(x_TH)
-        queries = self.q_proj(x_TH)
+        if self.joined is None:
+            queries, keys, values = self.q_proj(x_TH), self.k_proj(x_TH), self.v_proj(x_TH)
+        else:
+            queries, keys, values = self.joined(x_TH)
         if self.gated:
             both = queries.unflatten(1, (-1, 2, self.head_dim))
             queries, gate_TF = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
         q_TND = self._heads(queries, self.q_norm)
-        k_TKD = self._heads(self.k_proj(x_TH), self.k_norm)
-        v_TKD = self._heads(self.v_proj(x_TH), None)
+        k_TKD, v_TKD = self._heads(keys, self.k_norm), self._heads(values, None)
         q_TND = self.place.kernels.rope(q_TND, positions_T, cos_sin_PR)
         k_TKD = self.place.kernels.rope(k_TKD, positions_T, cos_sin_PR)
         o_TF = sequences.attend(self.index, q_TND, k_TKD, v_TKD).reshape(len(x_TH), q_TND.shape[1] * self.head_dim)
@@ -50,9 +57,8 @@ class Attention(nn.Module):
         return self.o_proj(o_TF)
 
     def _heads(self, flat: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        num_rows, num_heads = flat.shape[0], flat.shape[1] // self.head_dim
-        if norm is not None:
-            rows = flat.view(num_rows * num_heads, self.head_dim)
-            weight = self.place.axis.copy_in(norm.weight)  # each rank normalises other heads: gradients add up
-            flat = self.place.kernels.rmsnorm(rows, weight, norm.eps, norm.offset)
-        return flat.view(num_rows, num_heads, self.head_dim)
+        heads = flat.unflatten(1, (-1, self.head_dim))
+        if norm is None:
+            return heads
+        weight = self.place.axis.copy_in(norm.weight)  # each rank normalises other heads: gradients add up
+        return self.place.kernels.rmsnorm(heads, weight, norm.eps, norm.offset)

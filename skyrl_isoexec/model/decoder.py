@@ -149,6 +149,12 @@ class Decoder(nn.Module):
         """fp32 logits [T, vocab_size] on every rank."""
         return self.axis.all_gather(self.logits(x_TH), dim=1)
 
+    def join(self) -> None:
+        """For an engine whose kernels read weights as they are: linears of one input become one product."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "join"):
+                module.join()
+
     def refresh_packed(self) -> None:
         """(Re)build every derived weight layout in place: after loading, and after each weight sync of an engine."""
         for module in self.modules():

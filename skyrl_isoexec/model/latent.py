@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from skyrl_isoexec.model.config import DecoderConfig
-from skyrl_isoexec.model.layers import ColumnLinear, Place, RMSNorm, RowLinear, parameter
+from skyrl_isoexec.model.layers import ColumnLinear, Joined, Place, RMSNorm, RowLinear, parameter
 from skyrl_isoexec.model.sequences import Sequences
 from skyrl_isoexec.model.shard import Shard
 
@@ -69,14 +69,21 @@ class LatentAttention(nn.Module):
         self.head = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.key = latent, config.qk_rope_head_dim
         self.index, self.interleaved, self.place = index, config.rope_interleaved, place
+        self.joined: Joined | None = None
+
+    def join(self) -> None:
+        """From now on one product computes the latents of query and key, if the query has one, see `Joined`."""
+        if hasattr(self, "q_a_proj"):
+            self.joined = Joined((self.q_a_proj, self.kv_a_proj_with_mqa))
 
     def forward(
         self, x_TH: torch.Tensor, positions_T: torch.Tensor, cos_sin_PR: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
         """y_TH, whole on every rank."""
         axis = self.place.axis
-        q_TNP, q_TNR = self._queries(x_TH).unflatten(1, (-1, sum(self.head))).split(self.head, dim=2)
-        latent_TL, k_TR = self.kv_a_proj_with_mqa(x_TH).split(self.key, dim=1)
+        queries, keys = self._project(x_TH)
+        q_TNP, q_TNR = queries.unflatten(1, (-1, sum(self.head))).split(self.head, dim=2)
+        latent_TL, k_TR = keys.split(self.key, dim=1)
         k_T1R = self._rotate(k_TR[:, None], positions_T, cos_sin_PR)
         c_TQ = axis.copy_in(torch.cat((self.kv_a_layernorm(latent_TL), k_T1R[:, 0]), dim=1))
         q_TNR = self._rotate(q_TNR, positions_T, cos_sin_PR)
@@ -84,12 +91,16 @@ class LatentAttention(nn.Module):
         o_TNL = sequences.attend_latent(self.index, q_TNQ, c_TQ)
         return self.o_proj(self.kv_b_proj.values(o_TNL).flatten(1))
 
-    def _queries(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """[T, N * D]."""
+    def _project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, N * D], and [T, Q] of the latent and the rotated part of the key."""
         copy_in = self.place.axis.copy_in
         if hasattr(self, "q_proj"):
-            return self.q_proj(copy_in(x_TH))
-        return self.q_b_proj(copy_in(self.q_a_layernorm(self.q_a_proj(x_TH))))
+            return self.q_proj(copy_in(x_TH)), self.kv_a_proj_with_mqa(x_TH)
+        if self.joined is None:
+            latents, keys = self.q_a_proj(x_TH), self.kv_a_proj_with_mqa(x_TH)
+        else:
+            latents, keys = self.joined(x_TH)
+        return self.q_b_proj(copy_in(self.q_a_layernorm(latents))), keys
 
     def _rotate(self, x_TNR: torch.Tensor, positions_T: torch.Tensor, cos_sin_PR: torch.Tensor) -> torch.Tensor:
         """x_TNR rotated. Neighbours are moved apart first, to one place of either half, and stay there.

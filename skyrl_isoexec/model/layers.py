@@ -7,6 +7,7 @@ for an engine; it must be refreshed after every change of the weight, and a trai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,6 +97,34 @@ class ColumnLinear(nn.Module):
     def refresh_packed(self) -> None:
         """Rebuild `packed` from the weight, at the same address if it exists."""
         self.packed = self.place.kernels.pack(self.weight.detach(), self.packed)
+
+
+class Joined:
+    """Linears of one input whose weights lie end to end, so that one product computes all of them, with equal bits.
+
+    Their parameters become parts of one piece of memory: whoever loads one loads this. For an engine, since no
+    gradient finds its way back; results are parts of rows, which kernels read where they are.
+    """
+
+    def __init__(self, linears: Sequence[ColumnLinear]) -> None:
+        self.place, self.sizes = linears[0].place, [len(linear.weight) for linear in linears]
+        self.weight = _end_to_end([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        if biases and len(biases) != len(linears):
+            raise ValueError(f"{len(biases)} of {len(linears)} linears have a bias; all do or none does")
+        self.bias = _end_to_end(biases) if biases else None
+
+    def __call__(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """y_TN of each linear."""
+        return self.place.kernels.linear(x_TK, self.weight, self.bias, None, None).split(self.sizes, 1)
+
+
+def _end_to_end(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """One tensor of which the parameters are the parts, in the place of their own memory."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
 
 
 class RowLinear(nn.Module):

@@ -21,6 +21,7 @@ from skyrl_isoexec.kernels.attention.backward_sm90 import differentiable
 from skyrl_isoexec.kernels.attention.spec import kv_cache_shape
 from skyrl_isoexec.kernels.numeric.sm90 import EXACT, INTERPRETED, power_of_two, require, require_bf16
 from skyrl_isoexec.kernels.numeric.sm90_product import num_processors
+from skyrl_isoexec.kernels.numeric.sm90_strides import whole_tokens
 from skyrl_isoexec.schedule import Schedule
 
 __all__ = ["attention", "attention_paged", "kv_cache_shape", "write_kv"]
@@ -152,15 +153,15 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> No
     spec.check_write(k_TKD, v_TKD, cache, slots_T)
     require_bf16("attention", k_TKD, v_TKD, cache)
     require("attention", slots_T)
-    k_TKD, v_TKD, slots_T = k_TKD.contiguous(), v_TKD.contiguous(), slots_T.contiguous()
+    k_TKD, v_TKD, slots_T = whole_tokens(k_TKD), whole_tokens(v_TKD), slots_T.contiguous()
     num_pages, _, num_kv_heads, head_dim, page_size = cache.shape
     width, block = num_kv_heads * head_dim, 1024
     if slots_T.shape[0]:
         strides = _strides(page_size, num_kv_heads, head_dim)
         loops.store[(slots_T.shape[0], triton.cdiv(width, block))](
-            k_TKD, v_TKD, cache, slots_T, width, strides["page_stride"], strides["page_stride"] // 2,
-            num_pages * page_size, head_dim, strides["head_stride"], PAGE=page_size, BLOCK=block, num_warps=4,
-            **EXACT,
+            k_TKD, v_TKD, cache, slots_T, k_TKD.stride(0), v_TKD.stride(0), width, strides["page_stride"],
+            strides["page_stride"] // 2, num_pages * page_size, head_dim, strides["head_stride"], PAGE=page_size,
+            BLOCK=block, num_warps=4, **EXACT,
         )  # fmt: skip
 
 

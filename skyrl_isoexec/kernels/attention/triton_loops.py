@@ -257,14 +257,17 @@ def merge(
 
 
 @triton.jit
-def store(k, v, cache, slots, width, page_stride, plane, capacity, head_dim, head_stride, PAGE: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
-    """Copy one token's keys and values [K, D] into its slot of a page; slots outside the cache are skipped."""
+def store(k, v, cache, slots, k_stride, v_stride, width, page_stride, plane, capacity, head_dim, head_stride,
+          PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Copy one token's keys and values [K, D] into its slot of a page; slots outside the cache are skipped.
+
+    Tokens lie k_stride and v_stride apart.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < capacity):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         there = at < width
         to = cache + slot // PAGE * page_stride + at // head_dim * head_stride + slot % PAGE * head_dim + at % head_dim
-        tl.store(to, tl.load(k + token * width + at, mask=there), mask=there)
-        tl.store(to + plane, tl.load(v + token * width + at, mask=there), mask=there)
+        tl.store(to, tl.load(k + token * k_stride + at, mask=there), mask=there)
+        tl.store(to + plane, tl.load(v + token * v_stride + at, mask=there), mask=there)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from skyrl_isoexec.kernels.numeric.sm90 import EXACT, needs_grad, power_of_two, require_bf16
+from skyrl_isoexec.kernels.numeric.sm90_strides import rows_apart
 from skyrl_isoexec.kernels.rmsnorm import spec
 from skyrl_isoexec.kernels.rmsnorm import triton_loops as loops
 
@@ -28,16 +29,18 @@ def _tile(num_rows: int, width: int) -> tuple[int, int, int]:
 
 
 def _run(x_TH: Tensor, residual_TH: Tensor | None, w_H: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(normed, what was normed), from contiguous operands."""
+    """(normed, what was normed), from contiguous operands but for x, whose rows may lie apart."""
     width = x_TH.shape[-1]
     num_rows = x_TH.numel() // width
-    out = torch.empty_like(x_TH)
+    x_TH, *places = rows_apart(x_TH)
+    out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
     total = x_TH if residual_TH is None else torch.empty_like(x_TH)
     rows, block, warps = _tile(num_rows, width)
     if num_rows:
         loops.forward[(triton.cdiv(num_rows, rows),)](
             x_TH, x_TH if residual_TH is None else residual_TH, w_H, out, total, num_rows, width, eps,
-            ADD=residual_TH is not None, CENTERED=offset == 1.0, ROWS=rows, BLOCK=block, num_warps=warps, **EXACT,
+            *places, ADD=residual_TH is not None, CENTERED=offset == 1.0, ROWS=rows, BLOCK=block, num_warps=warps,
+            **EXACT,
         )  # fmt: skip
     return out, total
 
@@ -156,9 +159,9 @@ def _check(x_TH: Tensor, w_H: Tensor, residual_TH: Tensor | None, offset: float)
 def rmsnorm(x_TH: Tensor, w_H: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Normalised x, of its shape and dtype. Refuses what `spec` refuses, fp32 and rows above `MAX_WIDTH`."""
     _check(x_TH, w_H, None, offset)
-    x_TH, w_H = x_TH.contiguous(), w_H.contiguous()
+    w_H = w_H.contiguous()
     if needs_grad(x_TH, w_H):
-        return _Norm.apply(x_TH, w_H, eps, offset)
+        return _Norm.apply(x_TH.contiguous(), w_H, eps, offset)
     return _run(x_TH, None, w_H, eps, offset)[0]
 
 

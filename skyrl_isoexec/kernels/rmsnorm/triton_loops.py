@@ -37,14 +37,16 @@ def _factor(w, column, width, CENTERED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])  # one program for every number of rows
 def forward(
-    x, residual, w, out, total, num_rows, width, eps,
+    x, residual, w, out, total, num_rows, width, eps, heads, stride, step,
     ADD: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """ROWS rows; row r of x lies at r // heads * stride + r % heads * step, all others end to end."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     there = (row[:, None] < num_rows) & (column[None, :] < width)
     at = row[:, None] * width + column[None, :]
-    value = widen(tl.load(x + at, mask=there, other=0.0))
+    begin = row // heads * stride + row % heads * step
+    value = widen(tl.load(x + begin[:, None] + column[None, :], mask=there, other=0.0))
     weight = _factor(w, column, width, CENTERED)
     dtype: tl.constexpr = out.dtype.element_ty
     if ADD:

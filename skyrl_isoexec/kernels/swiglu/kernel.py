@@ -20,11 +20,16 @@ BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
-def _forward(gate, up, out, size, BLOCK: tl.constexpr):
+def _forward(gate, up, out, size, width, gate_stride, up_stride, APART: tl.constexpr, BLOCK: tl.constexpr):
+    """APART: rows of `width` elements lie gate_stride and up_stride apart, else end to end."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
-    g = widen(tl.load(gate + at, mask=there, other=0.0))
-    u = widen(tl.load(up + at, mask=there, other=0.0))
+    at_gate, at_up = at, at
+    if APART:
+        row, column = at // width, at % width
+        at_gate, at_up = row * gate_stride + column, row * up_stride + column
+    g = widen(tl.load(gate + at_gate, mask=there, other=0.0))
+    u = widen(tl.load(up + at_up, mask=there, other=0.0))
     dtype: tl.constexpr = out.dtype.element_ty
     silu = narrow(tl.div_rn(g, exp(-g) + 1.0), dtype)
     tl.store(out + at, narrow(widen(silu) * u, dtype), mask=there)
@@ -107,9 +112,13 @@ def _blocks(width: int) -> tuple[int, int, int]:
 
 
 def _run(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    out, size = torch.empty_like(gate_TF), gate_TF.numel()
+    gate_TF, up_TF = (x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous() for x in (gate_TF, up_TF))
+    out, size = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device), gate_TF.numel()
     if size:
-        _forward[(triton.cdiv(size, BLOCK),)](gate_TF, up_TF, out, size, BLOCK=BLOCK, num_warps=WARPS, **EXACT)
+        _forward[(triton.cdiv(size, BLOCK),)](
+            gate_TF, up_TF, out, size, gate_TF.shape[-1], gate_TF.stride(0), up_TF.stride(0),
+            APART=not (gate_TF.is_contiguous() and up_TF.is_contiguous()), BLOCK=BLOCK, num_warps=WARPS, **EXACT,
+        )  # fmt: skip
     return out
 
 
@@ -171,9 +180,8 @@ def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """silu(gate) * up, of the operands' shape and dtype. Refuses what `spec` refuses, and fp32."""
     spec.check(gate_TF, up_TF)
     require_bf16("silu_mul", gate_TF, up_TF)
-    gate_TF, up_TF = gate_TF.contiguous(), up_TF.contiguous()
     if needs_grad(gate_TF, up_TF):
-        return _SiluMul.apply(gate_TF, up_TF)
+        return _SiluMul.apply(gate_TF.contiguous(), up_TF.contiguous())
     return _run(gate_TF, up_TF)
 
 

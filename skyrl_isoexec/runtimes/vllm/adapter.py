@@ -54,6 +54,8 @@ class IsoExecForCausalLM(Decoder):
         device = vllm_config.device_config.device
         super().__init__(config, kernels, tensor_axis(), settings.schedule, device=device)
         self.requires_grad_(False)
+        if vllm_config.device_config.device_type == "cuda":
+            self.join()
         table = self.cos_sin_PR
         del self.cos_sin_PR
         self.cos_sin_PR = table  # no buffer: a reload of the weights would take it for one of them
