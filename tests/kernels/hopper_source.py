@@ -18,12 +18,12 @@ FOLDER = sm90.ASSEMBLER.parent
 TARGET = GPUTarget("cuda", 90, 32)
 SHAPES = {
     "C": 64, "DK": 128, "DV": 128, "HK": 2, "HV": 4, "W": 4, "BV": 32, "PAGE": 128, "PAGED": True, "RESUME": True,
-    "STAGES": 2, "ALONE": True, "CHANNELS": 128,
+    "STAGES": 2, "ALONE": True, "CHANNELS": 128, "SPAN": 8,
 }  # fmt: skip
 """Constants by name, of those kernels of the gated delta rules that have them."""
 ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")
 """The high word of an addition of 64 bits, with a constant."""
-FLOATS = ("decay", "beta", "gate", "blocks", "recurrent", "steps")
+FLOATS = ("decay", "beta", "gate", "blocks", "recurrent", "steps", "g")
 NUMBERS = ("base", "owner", "query_start", "seq_lens", "table")
 
 
@@ -45,6 +45,12 @@ def source_of(kernel: triton.JITFunction, changes: Mapping[str, object] = {}) ->
         (i,): whole for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name.endswith("_stride")
     }
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=kinds)
+
+
+def gluon_source_of(kernel: triton.JITFunction, changes: Mapping[str, object] = {}) -> GluonASTSource:
+    """`source_of` a kernel that is written in Gluon."""
+    plain = source_of(kernel, changes)
+    return GluonASTSource(kernel, plain.signature, plain.constants, plain.attrs)
 
 
 def long_prefill_source(head_dim: int, page_size: int, stages: int, is_held: bool) -> GluonASTSource:

@@ -53,7 +53,7 @@ def products(kernel: triton.JITFunction, **changes: int) -> Iterator[tuple[str, 
         (triton_outputs.attend, 3, 1),  # scores, P T, q S0; P T e from the last
         (triton_outputs.leave, 7, 0),
         (triton_step.step, 6, 4),  # P T and P T e go on over the row's own block, the latter and the state from others
-        (triton_recur.step, 0, 0),
+        (triton_recur.enter, 0, 0),
         (triton_recur.close, 9, 1),
     ],
 )
