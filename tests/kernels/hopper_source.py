@@ -18,7 +18,7 @@ FOLDER = sm90.ASSEMBLER.parent
 TARGET = GPUTarget("cuda", 90, 32)
 SHAPES = {
     "C": 64, "DK": 128, "DV": 128, "HK": 2, "HV": 4, "W": 4, "BV": 32, "PAGE": 128, "PAGED": True, "RESUME": True,
-    "STAGES": 2, "ALONE": True, "CHANNELS": 128, "SPAN": 8,
+    "STAGES": 2, "ALONE": True, "CHANNELS": 128, "SPAN": 16,
 }  # fmt: skip
 """Constants by name, of those kernels of the gated delta rules that have them."""
 ADDED = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]{2,}, URZ, UP\d")

@@ -57,7 +57,8 @@ def test_a_step_stays_in_registers(tmp_path: Path) -> None:
     compiled = made(warp_recur.step, kernel.STEP, (128, 128))
     found = counted(compiled, tmp_path)
     assert not found["LDL"] + found["STL"]
-    assert len(re.findall(r"st\.global\.v4\.b32", compiled.asm["ptx"])) == 128 // kernel.STEP[0]
+    lanes, columns, *_ = kernel.STEP
+    assert len(re.findall(rf"st\.global\.v{columns}\.b32", compiled.asm["ptx"])) == 128 // lanes
 
 
 @pytest.mark.parametrize("widths", NARROW)

@@ -36,6 +36,7 @@ from skyrl_isoexec.kernels.numeric.sm90_gdn_call import check_states, packed, pa
 from skyrl_isoexec.kernels.numeric.sm90_gdn_slots import (
     Pages,
     Slots,
+    columns_of,
     rows_of,
     shape_constants,
     states_of,
@@ -50,12 +51,14 @@ CONV, KEYS, VALUES, SNAPSHOT, REMAINDER, GATES, RECURRENT = range(7)
 """Places in `gdn_states`."""
 KEPT_CHANNELS = 1024
 """Channels of a program that keeps rows of the convolution."""
-CLOSED_COLUMNS, CLOSED_SPAN = 64, 8
+ROWS = (16, 4)
+"""Rows and warps of a tile of rows: change no bit."""
+CLOSED_COLUMNS, CLOSED_SPAN = 64, 16
 """Columns, and requests, of a program that ends chunks in a decode step: change no bit."""
 Split = tuple[int, int, int, int, int]
 """How threads share a state: lanes of Dk, columns of a thread, numbers of a piece, warps, registers. Changes no bit."""
 SCAN: Split | None = None if INTERPRETED.value else (2, 2, 16, 4, 168)
-STEP: Split | None = None if INTERPRETED.value else (8, 4, 16, 4, 128)
+STEP: Split | None = None if INTERPRETED.value else (4, 2, 16, 4, 128)
 """None takes Triton's kernels, which run in its interpreter, instead of Gluon's."""
 FEW_REGISTERS = 200
 """With fewer, a thread reads keys twice."""
@@ -118,8 +121,10 @@ def chunks(
     """
     states, num = (pages.states if pages else (rows[0],) * 7), heads.num_value_heads
     values = states[VALUES] if pages else None
-    made = rows_of(rows, slots, pages, states[CONV], states[KEYS], values, states[GATES], heads, chunk)
+    made = rows_of(rows, slots, pages, states[CONV], states[KEYS], values, states[GATES], heads, chunk, *ROWS)
     inverse, ends = system_of(made, slots, heads, chunk)
+    width = columns_of(slots.num_requests * num, heads.value_width, rows[0].device.index)
+    walk = walk or (width, 4, 4 if width == 64 else 3)
     errors, snapshots = states_of(
         made, ends, slots, pages, None, states[SNAPSHOT], states[REMAINDER], heads, chunk, walk
     )
