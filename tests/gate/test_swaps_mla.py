@@ -222,15 +222,16 @@ def bias_first() -> tuple[object, str, object]:
 
 def two_products_of_one_projection() -> tuple[object, str, object]:
     """The second and the third product of every query's sum, where no latent is between, in a step of one token."""
-    original = LatentAttention._queries
+    original = LatentAttention._project
 
-    def queries(self, x):
+    def project(self, x):
+        queries, keys = original(self, x)
         if not hasattr(self, "q_proj") or len(x) > 1:
-            return original(self, x)
+            return queries, keys
         order = exchanged(x.shape[1], 1, 2)
-        return self.place.kernels.linear(x[:, order], self.q_proj.weight[:, order])
+        return self.place.kernels.linear(x[:, order], self.q_proj.weight[:, order]), keys
 
-    return LatentAttention, "_queries", queries
+    return LatentAttention, "_project", project
 
 
 def halves_put_as_neighbours() -> tuple[object, str, object]:
