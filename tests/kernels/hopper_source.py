@@ -53,12 +53,12 @@ def gluon_source_of(kernel: triton.JITFunction, changes: Mapping[str, object] = 
     return GluonASTSource(kernel, plain.signature, plain.constants, plain.attrs)
 
 
-def long_prefill_source(head_dim: int, page_size: int, stages: int, is_held: bool) -> GluonASTSource:
+def long_prefill_source(head_dim: int, page_size: int, stages: tuple[int, int], is_held: bool) -> GluonASTSource:
     """Attention's tile of long prefills, of four query heads for a key-value head."""
     block = [64, head_dim]
     constants = {
-        "D": head_dim, "GROUP": 4, "BQ": 32, "BKV": 64, "PART": 512, "PAGE": page_size, "STAGES": stages,
-        "LSE": not page_size, "HELD": is_held,
+        "D": head_dim, "GROUP": 4, "BQ": 32, "BKV": 64, "PART": 512, "PAGE": page_size, "K_STAGES": stages[0],
+        "V_STAGES": stages[1], "LSE": not page_size, "HELD": is_held,
     }  # fmt: skip
     copied = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
     kinds = dict.fromkeys(("keys", "values"), copied) | dict.fromkeys(("q", "out"), "*bf16")

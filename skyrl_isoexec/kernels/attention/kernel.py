@@ -71,6 +71,11 @@ def is_grouped(num_rows: int, head_dim: int, group: int, page_size: int, schedul
     return num_rows > 64 and head_dim in WIDTHS and schedule.kv_block == 64 and whole and not INTERPRETED.value
 
 
+def stages(head_dim: int) -> tuple[int, int]:
+    """Blocks of keys and of values that the tile of `warp_groups` copies ahead: changes no bit."""
+    return (4, 4) if head_dim <= HELD else (3, 2)
+
+
 def _blocks(rows: Tensor, schedule: Schedule, head_dim: int) -> TensorDescriptor:
     """What the copy engine needs to read blocks of positions from [rows, columns]."""
     block = [schedule.kv_block, head_dim]
@@ -85,6 +90,7 @@ def _attend_grouped(
     num_tokens, num_heads, head_dim = q_TND.shape
     group, num_requests = num_heads // num_kv_heads, starts.shape[0] - 1
     rows, is_held = warp_groups.ROWS, head_dim <= HELD
+    k_stages, v_stages = stages(head_dim)
     grid = (num_tokens // (rows // group) + num_requests, num_kv_heads)
     size = 1 if is_held else grid[0] * num_kv_heads * rows * head_dim
     scratch = torch.empty(size, dtype=torch.float32, device=q_TND.device)
@@ -93,7 +99,7 @@ def _attend_grouped(
         q_TND, keys, values, table, starts, seq_lens, out, scratch if lse is None else lse, scratch, num_requests,
         num_tokens, num_heads, table.stride(0) if page_size else 0, scale * LOG2_E, shortest,
         D=head_dim, GROUP=group, BQ=rows // group, BKV=schedule.kv_block, PART=schedule.kv_partition, PAGE=page_size,
-        STAGES=4 if is_held else 2, LSE=lse is not None, HELD=is_held, num_warps=4, **EXACT,
+        K_STAGES=k_stages, V_STAGES=v_stages, LSE=lse is not None, HELD=is_held, num_warps=4, **EXACT,
     )  # fmt: skip
 
 

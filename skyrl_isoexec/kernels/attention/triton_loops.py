@@ -3,7 +3,9 @@
 Notable: `_walk` computes one partition for a tile of query rows, `_merge` adds it to what came before. `attend` loops
 over partitions and merges in registers; `attend_split` gives partitions their own programs and `merge` merges what they
 wrote: the same functions in the same order. What must stay equal: blocks of BKV positions and partitions of PART, both
-counted from the sequence's start; the tree of `row_sum`; explicit fma. `warp_groups.py` has the same arithmetic.
+counted from the sequence's start; row sums of the weights before they are rounded, in the lanes of `lane_sums`, each
+multiplied by its row's factor as the accumulator is, and `folded` at a partition's end; explicit fma. `warp_groups.py`
+has the same arithmetic.
 
 A tile's rows are BQ tokens x GROUP query heads of one key-value head: row = token * GROUP + head. Keys and values are
 read as rows of [positions, D] from `base + position * stride`, where a page of PAGE positions has its own base, or, at
@@ -13,7 +15,7 @@ PAGE 0, the sequence has one. Shapes: T tokens, N query heads, K key-value heads
 import triton
 import triton.language as tl
 
-from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow, widen
+from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow
 
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -25,21 +27,26 @@ def _shift(m):
 
 
 @triton.jit
-def row_sum(p, ROWS: tl.constexpr, BKV: tl.constexpr):
-    """fp32 sums over positions, a balanced tree of groups of eight: halves of the groups until four are left, the two
-    neighbours of a pair, halves of the four groups, and the four pairs.
+def lane_sums(x, ROWS: tl.constexpr, BKV: tl.constexpr):
+    """fp32 sums of a block in lanes [ROWS, G, 4], G = min(4, BKV / 8): position 8 g + 2 i + j goes to lane (g % G, i).
 
-    So a thread of the tensor core adds what it holds first, and what other warps of a decode hold waits until there is
-    little of it. Each step is a sum over a dimension of length two, which has one order in every layout.
+    Groups of eight are added in halves until G are left, then the two neighbours of a pair: so a thread of the tensor
+    core adds what it holds, whatever the number of warps. Each step is a sum over a dimension of length two, which has
+    one order in every layout.
     """
-    x = tl.reshape(widen(p), (ROWS, BKV // 8, 4, 2))
+    x = tl.reshape(x, (ROWS, BKV // 8, 4, 2))
     for step in tl.static_range(1, 8):
         if (BKV // 8) >> step >= 4:
             x = tl.sum(tl.reshape(x, (ROWS, 2, (BKV // 8) >> step, 4, 2)), axis=1)
-    x = tl.sum(x, axis=3)
-    for step in tl.static_range(1, 8):
-        if (BKV // 8) >> step >= 1 and (BKV // 8) >> step < 4:
-            x = tl.sum(tl.reshape(x, (ROWS, 2, (BKV // 8) >> step, 4)), axis=1)
+    return tl.sum(x, axis=3)
+
+
+@triton.jit
+def folded(x, ROWS: tl.constexpr, G: tl.constexpr):
+    """The sums of rows from those of their lanes: halves of the groups until one is left, then neighbours."""
+    for step in tl.static_range(1, 3):
+        if G >> step >= 1:
+            x = tl.sum(tl.reshape(x, (ROWS, 2, G >> step, 4)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), axis=2)
     return tl.sum(x, axis=1)
 
@@ -71,10 +78,10 @@ def _block(
     new = tl.maximum(m, tl.max(s, 1) * scale)  # a maximum is exact in any order
     shift = _shift(new)
     zero = tl.zeros(s.shape, tl.float32)
-    p = narrow(tl.exp2(tl.math.fma(s, zero + scale, zero - shift[:, None])), tl.bfloat16)
+    p = tl.exp2(tl.math.fma(s, zero + scale, zero - shift[:, None]))
     alpha = tl.exp2(m - shift)
-    l = tl.math.fma(l, alpha, row_sum(p, q.shape[0], BKV))
-    acc = dot(p, v, acc * alpha[:, None])
+    l = tl.math.fma(l, tl.broadcast_to(alpha[:, None, None], l.shape), lane_sums(p, q.shape[0], BKV))
+    acc = dot(narrow(p, tl.bfloat16), v, acc * alpha[:, None])
     return new, l, acc
 
 
@@ -85,8 +92,9 @@ def _walk(
 ):  # fmt: skip
     """One partition [first, last): its maximum, sum and accumulator. Every row sees all positions before `full`."""
     rows: tl.constexpr = q.shape[0]
+    groups: tl.constexpr = 4 if BKV >= 32 else BKV // 8
     m = tl.full((rows,), NEG_INF, tl.float32)
-    l = tl.zeros((rows,), tl.float32)
+    l = tl.zeros((rows, groups, 4), tl.float32)
     acc = tl.zeros((rows, WIDTH), tl.float32)
     whole = tl.maximum(first, tl.minimum(last, full))
     for start in range(first, whole, BKV):
@@ -99,7 +107,7 @@ def _walk(
             q, keys, values, table, stride, page_stride, start, end, position, m, l, acc, scale,
             D, WIDTH, BKV, PAGE, True,
         )  # fmt: skip
-    return m, l, acc
+    return m, folded(l, rows, groups), acc
 
 
 @triton.jit

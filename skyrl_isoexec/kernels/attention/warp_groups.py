@@ -1,11 +1,13 @@
 """The long prefill tile of attention on Hopper, in Gluon: two groups of warps compute 64 rows each, one warp copies.
 
 Notable: the arithmetic is that of `triton_loops.py`, function by function and in the same order, so that a row has the
-same bits from either; what differs is when things happen. Keys and values come through the copy engine into a ring of
-STAGES blocks, and a group takes the scores of the next block before the values of the last, so that the tensor core
-works while exponentials are taken. What must stay equal: blocks of BKV positions and partitions of PART from the
-sequence's start; the tree of `row_sum`; explicit fma; an accumulator that begins at zeros. The result of the earlier
-partitions stays in registers (HELD), or waits in the program's part of `scratch`, where a thread reads what it wrote.
+same bits from either; what differs is when things happen. Keys and values come through the copy engine into rings of
+K_STAGES and V_STAGES blocks, at most four, and a group takes the scores of the next block before the values of the
+last, so that the tensor core works while exponentials are taken. `done` tells for each block that both groups have read
+its keys and the values of the one before. What must stay equal: blocks of BKV positions and partitions of PART from the
+sequence's start; the lanes of `lane_sums`, which go through a partition, and `folded` at its end; explicit fma; an
+accumulator that begins at zeros. The result of the earlier partitions stays in registers (HELD), or waits in the
+program's part of `scratch`, where a thread reads what it wrote.
 
 Shapes: a tile's rows are BQ tokens x GROUP query heads of one key-value head; D head dimension.
 """
@@ -20,82 +22,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-NEG_INF = gl.constexpr(float("-inf"))
+from skyrl_isoexec.kernels.attention.group_softmax import (
+    NEG_INF,
+    factors,
+    folded,
+    fused,
+    laid,
+    lane_sums,
+    per_lane,
+    unlaid,
+    weights_of,
+)
+
 ROWS = 128
 """Rows of a tile."""
 
 
 @gluon.jit
-def _shift(m):
-    """What is subtracted in exponents: the maximum, or 0 where there is none yet."""
-    return gl.where(m == NEG_INF, 0.0, m)
-
-
-@gluon.jit
-def _row_sum(p, BKV: gl.constexpr):
-    """`triton_loops.row_sum` of 64 rows."""
-    x = p.to(gl.float32).reshape([64, BKV // 8, 4, 2])
-    for step in gl.static_range(1, 8):
-        if (BKV // 8) >> step >= 4:
-            x = gl.sum(x.reshape([64, 2, (BKV // 8) >> step, 4, 2]), 1)
-    x = gl.sum(x, 3)
-    for step in gl.static_range(1, 8):
-        if (BKV // 8) >> step >= 1 and (BKV // 8) >> step < 4:
-            x = gl.sum(x.reshape([64, 2, (BKV // 8) >> step, 4]), 1)
-    x = gl.sum(x.reshape([64, 2, 2]), 2)
-    return gl.sum(x, 1)
-
-
-@gluon.jit
-def _softmax(s, m, l, scale, BKV: gl.constexpr):
-    """(maximum with this block, sum, weights of the block in bf16, what the accumulator before is multiplied by)."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    shift = _shift(new)
-    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
-    p = gl.exp2(gl.fma(s, zero + scale, zero - shift[:, None])).to(gl.bfloat16)
-    factor = gl.exp2(m - shift)
-    return new, gl.fma(l, factor, gl.convert_layout(_row_sum(p, BKV), l.type.layout)), p, factor
-
-
-@gluon.jit
-def _factors(M, m):
-    """(maximum of both, factor of the earlier partitions, factor of this one)."""
-    new = gl.maximum(M, m)
-    shift = _shift(new)
-    return new, gl.exp2(M - shift), gl.exp2(m - shift)
-
-
-@gluon.jit
-def _fused(A, acc, x, y, reached):
-    """A x + acc y, where a row reached the partition."""
-    wide = gl.full(A.shape, 0.0, gl.float32, A.type.layout) + x[:, None]
-    return gl.where(reached[:, None], gl.fma(A, wide, acc * y[:, None]), A)
-
-
-@gluon.jit
-def _laid(x, D: gl.constexpr, FLAT: gl.constexpr):
-    """An accumulator as [D / 8, 512], in which a thread's four numbers of a column of eights lie together: no move."""
-    x = x.reshape([4, 2, 8, D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([D // 8, 512])
-    return gl.convert_layout(x, FLAT, assert_trivial=True)
-
-
-@gluon.jit
-def _unlaid(x, D: gl.constexpr, OUT: gl.constexpr):
-    """The inverse of `_laid`."""
-    x = x.reshape([D // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D])
-    return gl.convert_layout(x, OUT, assert_trivial=True)
-
-
-@gluon.jit
 def _copy(
     keys, values, ring, table, count, query_first, head, num_kv_heads,
-    D: gl.constexpr, BKV: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BKV: gl.constexpr, PAGE: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys and values into the ring, each as soon as both groups have left its place."""
-    k_ring, v_ring, k_full, v_full, k_free, v_free = ring
+    """Blocks of keys and values into the rings, each as soon as both groups have left its place."""
+    k_ring, v_ring, k_full, v_full, done = ring
     for block in range(0, count):
-        stage, phase = block % STAGES, ((block // STAGES) & 1) ^ 1
-        start = block * BKV
+        k_stage, v_stage, start = block % K_STAGES, block % V_STAGES, block * BKV
         if PAGE:
             plane = gl.load(table + start // PAGE) * 2
             k_row = (plane * num_kv_heads + head) * PAGE + start % PAGE
@@ -105,20 +56,22 @@ def _copy(
             k_row = query_first + start
             v_row = k_row
             column = head * D
-        mbarrier.wait(k_free.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), BKV * D * 2)
-        tma.async_copy_global_to_shared(keys, [k_row, column], k_full.index(stage), k_ring.index(stage))
-        mbarrier.wait(v_free.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), BKV * D * 2)
-        tma.async_copy_global_to_shared(values, [v_row, column], v_full.index(stage), v_ring.index(stage))
+        left = block - K_STAGES
+        mbarrier.wait(done.index(left & 3), (left >> 2) & 1, pred=left >= 0)
+        mbarrier.expect(k_full.index(k_stage), BKV * D * 2)
+        tma.async_copy_global_to_shared(keys, [k_row, column], k_full.index(k_stage), k_ring.index(k_stage))
+        left = block - V_STAGES + 1
+        mbarrier.wait(done.index(left & 3), (left >> 2) & 1, pred=left >= 1)
+        mbarrier.expect(v_full.index(v_stage), BKV * D * 2)
+        tma.async_copy_global_to_shared(values, [v_row, column], v_full.index(v_stage), v_ring.index(v_stage))
 
 
 @gluon.jit
 def _attend_rows(
-    which, q, out, lse, scratch, q_tile, ring, count, full, query_first, first_row, length, context, head, num_heads,
-    num_tokens, scale,
-    D: gl.constexpr, GROUP: gl.constexpr, BKV: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    LSE: gl.constexpr, HELD: gl.constexpr,
+    which: gl.constexpr, q, out, lse, scratch, q_tile, ring, count, full, query_first, first_row, length, context, head,
+    num_heads, num_tokens, scale,
+    D: gl.constexpr, GROUP: gl.constexpr, BKV: gl.constexpr, PART: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * which to 64 * which + 63 of a tile, over `count` blocks; from position `full` on, rows see a part."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BKV, 16])
@@ -129,7 +82,7 @@ def _attend_rows(
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     BLOCKS: gl.constexpr = PART // BKV
-    k_ring, v_ring, k_full, v_full, k_free, v_free = ring
+    k_ring, v_ring, k_full, v_full, done = ring
     if count > 0:
         row = which * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
         at = (query_first + first_row + row // GROUP).to(gl.int64) * num_heads + head * GROUP + row % GROUP
@@ -162,44 +115,49 @@ def _attend_rows(
         mbarrier.wait(k_full.index(0), 0)
         s = warpgroup_mma(mine, k_ring.index(0).permute((1, 0)), zeros_s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(0))
+        mbarrier.arrive(done.index(0))
         if full <= 0:
             s = gl.where(offset[None, :] <= position[:, None], s, NEG_INF)
-        m, l, p, factor = _softmax(s, none, nothing, scale, BKV)
+        m, first_weights, factor = weights_of(s, none, scale)
+        l, p = lane_sums(first_weights, BKV), first_weights.to(gl.bfloat16)
+        no_lanes = gl.full((64, 4, 4), 0.0, gl.float32, l.type.layout)
+        mbarrier.wait(k_full.index(1 % K_STAGES), 0, pred=count > 1)
         for block in range(1, count):
-            stage, last = block % STAGES, (block - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-            scores = warpgroup_mma(mine, k_ring.index(stage).permute((1, 0)), zeros_s, is_async=True)
-            mbarrier.wait(v_full.index(last), ((block - 1) // STAGES) & 1)
+            k_stage, v_stage = block % K_STAGES, (block - 1) % V_STAGES
+            scores = warpgroup_mma(mine, k_ring.index(k_stage).permute((1, 0)), zeros_s, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), ((block - 1) // V_STAGES) & 1)
             weights = gl.convert_layout(p, WEIGHTS)
-            added = warpgroup_mma(weights, v_ring.index(last), acc, is_async=True)
+            added = warpgroup_mma(weights, v_ring.index(v_stage), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[scores])
-            mbarrier.arrive(k_free.index(stage))
             start = block * BKV
             if start >= full:
                 s = gl.where((start + offset)[None, :] <= position[:, None], s, NEG_INF)
             opens = block % BLOCKS == 0  # a partition
-            before, summed = gl.where(opens, none, m), gl.where(opens, nothing, l)
-            m_next, l_next, p, factor = _softmax(s, before, summed, scale, BKV)
+            before, summed = gl.where(opens, none, m), gl.where(opens, no_lanes, l)
+            m_next, weights_next, factor = weights_of(s, before, scale)
+            l_next = gl.fma(summed, per_lane(factor, l), lane_sums(weights_next, BKV))
+            p = weights_next.to(gl.bfloat16)
+            after = block + 1  # this wait keeps the assembler from moving exponentials behind the next one
+            mbarrier.wait(k_full.index(after % K_STAGES), (after // K_STAGES) & 1, pred=after < count)
             acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
-            mbarrier.arrive(v_free.index(last))
+            mbarrier.arrive(done.index(block & 3))
             if opens:
                 first = start - PART
-                top, x, y = _factors(M, m)
-                L = gl.where(first <= position, gl.fma(L, x, l * y), L)
+                top, x, y = factors(M, m)
+                L = gl.where(first <= position, gl.fma(L, x, folded(l, SCORE_ROWS) * y), L)
                 M = gl.where(first <= position, top, M)
                 if not HELD:
-                    A = _unlaid(gl.load(earlier), D, OUT)
-                A = _fused(A, acc, gl.convert_layout(x, OUT_ROWS), gl.convert_layout(y, OUT_ROWS), first <= position_o)
+                    A = unlaid(gl.load(earlier), D, OUT)
+                A = fused(A, acc, gl.convert_layout(x, OUT_ROWS), gl.convert_layout(y, OUT_ROWS), first <= position_o)
                 if not HELD:
-                    gl.store(earlier, _laid(A, D, FLAT))
+                    gl.store(earlier, laid(A, D, FLAT))
                     A = zeros_o
                 acc = zeros_o
             acc = acc * gl.convert_layout(factor, OUT_ROWS)[:, None]
             m, l = m_next, l_next
 
-        last = (count - 1) % STAGES
-        mbarrier.wait(v_full.index(last), ((count - 1) // STAGES) & 1)
+        last = (count - 1) % V_STAGES
+        mbarrier.wait(v_full.index(last), ((count - 1) // V_STAGES) & 1)
         values = v_ring.index(last)
         if count * BKV > context:  # what lies beyond may be anything; both groups write the same
             there = (count - 1) * BKV + gl.arange(0, BKV, layout=gl.SliceLayout(1, LOADED)) < context
@@ -209,13 +167,13 @@ def _attend_rows(
         added = warpgroup_mma(weights, values, acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
         first = (count - 1) // BLOCKS * PART
-        top, x, y = _factors(M, m)
-        L = gl.where(first <= position, gl.fma(L, x, l * y), L)
+        top, x, y = factors(M, m)
+        L = gl.where(first <= position, gl.fma(L, x, folded(l, SCORE_ROWS) * y), L)
         M = gl.where(first <= position, top, M)
         if not HELD:
             if count > BLOCKS:
-                A = _unlaid(gl.load(earlier), D, OUT)
-        A = _fused(A, acc, gl.convert_layout(x, OUT_ROWS), gl.convert_layout(y, OUT_ROWS), first <= position_o)
+                A = unlaid(gl.load(earlier), D, OUT)
+        A = fused(A, acc, gl.convert_layout(x, OUT_ROWS), gl.convert_layout(y, OUT_ROWS), first <= position_o)
 
         y = gl.div_rn(A, zeros_o + gl.convert_layout(L, OUT_ROWS)[:, None])
         y = gl.where(y != y, float("nan"), y).to(gl.bfloat16)
@@ -246,7 +204,7 @@ def attend(
     q, keys, values, table, query_start, seq_lens, out, lse, scratch, num_requests, num_tokens, num_heads, table_stride,
     scale, shortest,
     D: gl.constexpr, GROUP: gl.constexpr, BQ: gl.constexpr, BKV: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr,
-    STAGES: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LSE: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one request with more than `shortest` rows, over all of its partitions.
 
@@ -269,32 +227,33 @@ def attend(
     q_tile = gl.allocate_shared_memory(
         gl.bfloat16, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.bfloat16)
     )
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BKV, D], BLOCK)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BKV, D], BLOCK)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, BKV, D], BLOCK)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, BKV, D], BLOCK)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    gl.static_assert(K_STAGES <= 4 and V_STAGES <= 4)  # else a place of `done` could be told of two blocks
+    done = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
+    for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
+    for stage in gl.static_range(4):
+        mbarrier.init(done.index(stage), count=2)
     fence_async_shared()
-    ring = (k_ring, v_ring, k_full, v_full, k_free, v_free)
+    ring = (k_ring, v_ring, k_full, v_full, done)
     gl.warp_specialize(
         [
             (_attend_rows, (
                 0, q, out, lse, scratch, q_tile, ring, count, full, query_first, first_row, length, context, head,
-                num_heads, num_tokens, scale, D, GROUP, BKV, PART, STAGES, LSE, HELD,
+                num_heads, num_tokens, scale, D, GROUP, BKV, PART, K_STAGES, V_STAGES, LSE, HELD,
             )),
             (_attend_rows, (
                 1, q, out, lse, scratch, q_tile, ring, count, full, query_first, first_row, length, context, head,
-                num_heads, num_tokens, scale, D, GROUP, BKV, PART, STAGES, LSE, HELD,
+                num_heads, num_tokens, scale, D, GROUP, BKV, PART, K_STAGES, V_STAGES, LSE, HELD,
             )),
             (_copy, (
                 keys, values, ring, table + request * table_stride, count, query_first, head, gl.num_programs(1),
-                D, BKV, PAGE, STAGES,
+                D, BKV, PAGE, K_STAGES, V_STAGES,
             )),
         ],
         [4, 1],
