@@ -83,8 +83,8 @@ def test_tiles_packing_and_bound(shape, op, made, differing):
     exact = attended(q.double(), c.double(), latent)
     assert ((whole.double() - exact).norm() / exact.norm()).item() < 5e-3
     bounds = torch.tensor([0, 1300], dtype=torch.int32, device="cuda")
-    tiles = [tile for tile in kernel.TILES if kernel.fits(tile, latent)]
-    assert len(tiles) >= 3
+    tiles = [tile for tile in kernel.TILES if kernel.fits(tile, latent, latent + shape[2], SCHEDULE)]
+    assert len(tiles) >= 4 and (kernel.GROUPED in tiles) == (latent == 512)
     for tile in tiles:
         assert differing(kernel.forward(q, c, bounds, SCALE, latent, SCHEDULE, tile)[0], whole) == 0, tile
     packed = torch.tensor([0, 700, 700, 2000, 2001], dtype=torch.int32, device="cuda")
@@ -104,7 +104,7 @@ def test_short_blocks(kv_block, op, made, differing):
     bounds, order = torch.tensor([0, 600], dtype=torch.int32, device="cuda"), Schedule(kv_block=kv_block)
     whole = kernel.mla(q, c, bounds, SCALE, latent, schedule=order)
     for tile in kernel.TILES:
-        if kernel.fits(tile, latent):
+        if kernel.fits(tile, latent, q.shape[2], order):
             assert differing(kernel.forward(q, c, bounds, SCALE, latent, order, tile)[0], whole) == 0, tile
 
 
@@ -115,6 +115,7 @@ def test_decode_at_every_position(shape, op, made, differing):
     paged = Paged(kernel, c, shape[1])
     for split in (None, 0, 1, 2, 3):
         assert differing(paged.every_position(q, split=split), whole) == 0, split
+    assert differing(paged.every_position(q, choice=(32, 4, 2)), whole) == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -125,6 +126,8 @@ def test_prefill_cut_around_blocks_and_partitions(shape, op, made, differing):
         for split in (None, 0, 2):
             parts = [paged.rows(q, *part, split=split) for part in ((0, cut), (cut, 1100))]
             assert differing(torch.cat(parts), whole) == 0, (cut, split)
+    parts = [paged.rows(q, *part, choice=(64, 8, 2), split=0) for part in ((0, 500), (500, 1100))]
+    assert differing(torch.cat(parts), whole) == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from skyrl_isoexec.kernels.attention import warp_groups
+from skyrl_isoexec.kernels.mla import warp_groups as latent_warp_groups
 from skyrl_isoexec.kernels.numeric import sm90
 
 FOLDER = sm90.ASSEMBLER.parent
@@ -55,18 +56,38 @@ def gluon_source_of(kernel: triton.JITFunction, changes: Mapping[str, object] = 
 
 def long_prefill_source(head_dim: int, page_size: int, stages: tuple[int, int], is_held: bool) -> GluonASTSource:
     """Attention's tile of long prefills, of four query heads for a key-value head."""
-    block = [64, head_dim]
     constants = {
         "D": head_dim, "GROUP": 4, "BQ": 32, "BKV": 64, "PART": 512, "PAGE": page_size, "K_STAGES": stages[0],
         "V_STAGES": stages[1], "LSE": not page_size, "HELD": is_held,
     }  # fmt: skip
-    copied = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
-    kinds = dict.fromkeys(("keys", "values"), copied) | dict.fromkeys(("q", "out"), "*bf16")
-    kinds |= dict.fromkeys(("lse", "scratch"), "*fp32") | dict.fromkeys(("table", "query_start", "seq_lens"), "*i32")
-    names = warp_groups.attend.arg_names
-    signature = {n: "constexpr" if n in constants else kinds.get(n, "fp32" if n == "scale" else "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
-    return GluonASTSource(warp_groups.attend, signature, constants, aligned)
+    kinds = dict.fromkeys(("keys", "values"), copied(head_dim)) | dict.fromkeys(("q", "out"), "*bf16")
+    kinds |= dict.fromkeys(("lse", "scratch"), "*fp32")
+    return gluon_source(warp_groups.attend, constants, kinds)
+
+
+def latent_source(page_size: int, mode: int, num_heads: int = 20) -> GluonASTSource:
+    """Latent attention's tile of groups of warps, for what a program's items are."""
+    constants = {
+        "N": num_heads, "H": 256, "R": 64, "PART": 512, "PAGE": page_size, "MODE": mode, "LSE": not page_size,
+        "BY_TOKEN": True,
+    }  # fmt: skip
+    kinds = dict.fromkeys(("q_latents", "latents"), copied(256)) | dict.fromkeys(("q_rotated", "rotated"), copied(64))
+    kinds |= dict.fromkeys(("lse", "scratch", "maxima", "sums", "accs"), "*fp32") | {"out": "*bf16"}
+    return gluon_source(latent_warp_groups.attend, constants, kinds)
+
+
+def copied(columns: int) -> str:
+    """The type of what the copy engine needs to read 64 rows of some columns."""
+    block = [64, columns]
+    return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+
+def gluon_source(kernel: triton.JITFunction, constants: dict[str, object], kinds: dict[str, str]) -> GluonASTSource:
+    """A kernel in Gluon: kinds of its arguments, but for tables of numbers, a scale and counts."""
+    kinds = dict.fromkeys(("table", "query_start", "seq_lens"), "*i32") | {"scale": "fp32"} | kinds
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    return GluonASTSource(kernel, signature, constants, aligned)
 
 
 def disassembled(cubin: Path) -> list[str]:

@@ -36,6 +36,7 @@ TENSOR_CORE_SHAPES = (
     (20, 512, 64, (700, 3), 64, 512),
     (5, 512, 64, (600,), 64, 512),
 )
+PAGED_SHAPES = ((20, 512, 64, (1100, 3, 512, 64), 64, 512), (3, 80, 16, (70, 1, 33), 16, 32))
 ROUNDINGS = 4 * 2.0**-9
 """What weights, their sum and the result may lose to bf16, each half a unit of 2**-8; the fourth is for fp32 sums."""
 CUTS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 139)
@@ -57,6 +58,8 @@ def prove(
     for label, dtype in dtypes.items():
         kinds = cases.FINITE_VALUES if definition is None else tuple(cases.KINDS)
         (_tensor_core if definition is None else _reference)(proof, impl, schedule, label, dtype)
+        if definition is None:
+            _tensor_core_pages(proof, impl, label, dtype)
         (_tensor_core_heads if definition is None else _reference_heads)(proof, impl, label, dtype)
         _heads(proof, impl, label, dtype)
         _pages(proof, impl, schedule, label, dtype, kinds)
@@ -122,9 +125,27 @@ def _tensor_core(proof: Proof, impl: ModuleType, schedule: Schedule, label: str,
         if case.kind not in ("minus_inf", "nan"):
             proof.within(f"{label} within the bound", out, *_exact(*inputs, case), at=f"{case}")
         for tile in impl.TILES:
-            if impl.fits(tile, case.latent):
+            if impl.fits(tile, case.latent, case.width, given):
                 found = impl.forward(*inputs, case.scale, case.latent, given, tile)[0]
                 proof.equal(f"{label} tiles", out, found, at=f"{case}, {tile}")
+
+
+def _tensor_core_pages(proof: Proof, impl: ModuleType, label: str, dtype: torch.dtype) -> None:
+    """Every tile over pages: the last rows of sequences, whoever computes their partitions."""
+    for case, schedule in map(_shaped, PAGED_SHAPES):
+        paged = Paged(case, dtype, 2 * schedule.kv_block, impl, schedule)
+        paged.write()
+        whole = _packed(impl, case, dtype, schedule)
+        for most in (1, 9):
+            counts = [min(most, n) for n in case.lengths]
+            rows = torch.cat([torch.arange(hi - n, hi) for hi, n in zip(paged.cu[1:].tolist(), counts, strict=True)])
+            starts = torch.tensor([0, *counts]).cumsum(0).int()
+            for tile in impl.TILES:
+                for split in (0, 1, 2) if impl.fits(tile, case.latent, case.width, schedule) else ():
+                    out = torch.full_like(whole[rows], float("nan"))
+                    given = (paged.q[rows], paged.cache, paged.table, starts, paged.lens, case.scale, case.latent, out)
+                    found = impl.paged(*given, schedule, tile, split)
+                    proof.equal(f"{label} tiles over pages", whole[rows], found, at=f"{case}, {most}, {tile}, {split}")
 
 
 def _exact(q: Tensor, c: Tensor, cu: Tensor, case: Case) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from skyrl_isoexec.kernels.mla import grouped_sm90 as grouped
 from skyrl_isoexec.kernels.mla import loops_sm90 as loops
 from skyrl_isoexec.kernels.mla import spec
 from skyrl_isoexec.kernels.mla.backward_sm90 import differentiable
@@ -33,21 +34,30 @@ WAVES = 2
 LARGEST = 512
 """The widest latent whose accumulator for 64 rows fits into the registers of a multiprocessor."""
 Choice = tuple[int, int, int]
-TILES: tuple[Choice, ...] = ((16, 4, 2), (32, 4, 2), (64, 4, 2), (64, 8, 2))
+GROUPED: Choice = (64, 12, 2)
+"""The tile of `warp_groups.py`."""
+TILES: tuple[Choice, ...] = ((16, 4, 2), (32, 4, 2), (64, 4, 2), (64, 8, 2), GROUPED)
 """(rows, warps, stages) of tiles: they change no bit."""
 
 
-def fits(tile: Choice, latent: int) -> bool:
+def _has_registers(tile: Choice, latent: int) -> bool:
     """Whether the accumulator of a tile fits into its registers: 128 of a thread's 255."""
     rows, warps, _stages = tile
     return rows * power_of_two(latent) <= warps * 32 * 128
 
 
+def fits(tile: Choice, latent: int, width: int, schedule: Schedule) -> bool:
+    """Whether a tile holds such keys."""
+    if tile == GROUPED:
+        return grouped.is_grouped(latent, width, 0, schedule)
+    return _has_registers(tile, latent)
+
+
 def tile_of(num_rows: int, latent: int) -> Choice:
-    """The tile for requests of about `num_rows` rows, each a token's head."""
+    """The tile of `loops_sm90.py` for requests of about `num_rows` rows, each a token's head."""
     if num_rows <= 32:
         return (16, 4, 2) if num_rows <= 16 else (32, 4, 2)
-    return (64, 4, 2) if fits((64, 4, 2), latent) else (64, 8, 2)
+    return (64, 4, 2) if _has_registers((64, 4, 2), latent) else (64, 8, 2)
 
 
 def _check(schedule: Schedule, latent: int, width: int) -> None:
@@ -93,6 +103,9 @@ def forward(
     out = q_TNQ.new_empty(num_tokens, num_heads, latent)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_TNQ.device)
     if num_tokens:
+        if choice == GROUPED or (choice is None and grouped.is_grouped(latent, width, 0, schedule)):
+            grouped.packed(q_TNQ, c_TQ, starts, out, lse, scale, latent, schedule)
+            return out, lse
         fixed = _fixed(num_heads, latent, width, schedule)
         choice = choice or tile_of(num_tokens * num_heads // (starts.shape[0] - 1), latent)
         _attend(q_TNQ, c_TQ, starts, starts, starts, out, lse, scale, 0, 0, True, fixed, choice)
@@ -143,6 +156,10 @@ def paged(
     page_size, num_requests = cache.shape[1], seq_lens.shape[0]
     if not num_tokens or not num_requests:
         return out
+    if choice == GROUPED or (choice is None and grouped.is_grouped(latent, width, page_size, schedule)):
+        return grouped.paged(
+            q_TNQ, cache, block_table, query_start, seq_lens, scale, latent, out, schedule, split
+        )  # fmt: skip
     fixed = _fixed(num_heads, latent, width, schedule)
     rows, warps, stages = choice or tile_of(num_heads, latent)
     num_parts = triton.cdiv(block_table.shape[1] * page_size, schedule.kv_partition)
@@ -161,9 +178,8 @@ def paged(
             block_table.stride(0), scale * LOG2_E, BM=rows, PAGE=page_size, BY_TOKEN=is_decode,
             num_warps=warps, num_stages=stages, **fixed, **EXACT,
         )  # fmt: skip
-        loops.merge[(num_requests, num_heads)](
-            maxima, sums, accs, query_start, seq_lens, out, num_parts, shortest, N=num_heads, L=latent, LW=fixed["LW"],
-            BM=rows, PART=schedule.kv_partition, BY_TOKEN=is_decode, num_warps=1, **EXACT,
+        grouped.merge(
+            maxima, sums, accs, query_start, seq_lens, out, shortest, schedule.kv_partition, rows, is_decode
         )  # fmt: skip
         if is_decode:
             return out

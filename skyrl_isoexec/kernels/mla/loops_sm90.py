@@ -17,10 +17,13 @@ rank, R width of the rotated part, Q = L + R.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from skyrl_isoexec.kernels.numeric.sm90 import dot, narrow
+from skyrl_isoexec.kernels.numeric.sm90 import INTERPRETED, dot, narrow
 
 NEG_INF = tl.constexpr(float("-inf"))
+AHEAD = tl.constexpr(8)
+"""Partitions that a program which merges them loads at a time."""
 
 
 @triton.jit
@@ -116,9 +119,8 @@ def _merge(M, D, A, m, d, acc, reached):
 
 
 @triton.jit
-def _finish(M, D, A, out, lse, at, there, L: tl.constexpr, LW: tl.constexpr, LSE: tl.constexpr):
+def _finish(M, D, A, out, lse, at, there, column, L: tl.constexpr, LSE: tl.constexpr):
     """out = A / D rounded once; lse = logarithm to base 2 of the softmax denominator."""
-    column = tl.arange(0, LW)[:, None]
     y = tl.div_rn(A, tl.broadcast_to(D[None, :], A.shape))
     y = narrow(tl.where(y != y, float("nan"), y), out.dtype.element_ty)
     tl.store(out + at[None, :] * L + column, y, mask=there[None, :] & (column < L))
@@ -196,7 +198,7 @@ def attend(
                     tl.store(waiting, acc)
                     tl.debug_barrier()
                 result = acc
-            _finish(M, D, result, out, lse, at, there, L, LW, LSE)
+            _finish(M, D, result, out, lse, at, there, tl.arange(0, LW)[:, None], L, LSE)
 
 
 @triton.jit(do_not_specialize=["num_parts", "longest", "table_stride"])
@@ -231,27 +233,46 @@ def attend_split(
             tl.store(accs + to[None, :] * LW + column, acc, mask=there[None, :])
 
 
+@triton.jit
+def _parts(maxima, sums, accs, base, part, count, column, LW: tl.constexpr):
+    """Maxima, sums and accumulators of AHEAD partitions, loaded together; zeros from `count` on."""
+    m, d, acc = (), (), ()
+    for i in tl.static_range(AHEAD):
+        at, there = base + part + i, base * 0 + part + i < count
+        m += (tl.load(maxima + at, mask=there, other=0.0),)
+        d += (tl.load(sums + at, mask=there, other=0.0),)
+        acc += (tl.load(accs + at[None, :] * LW + column, mask=there[None, :], other=0.0),)
+    return m, d, acc
+
+
 @triton.jit(do_not_specialize=["num_parts", "longest"])
 def merge(
     maxima, sums, accs, query_start, seq_lens, out, num_parts, longest,
-    N: tl.constexpr, L: tl.constexpr, LW: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BY_TOKEN: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, LW: tl.constexpr, LC: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one head of a request of at most `longest` rows: their partitions in ascending order."""
+    """LC columns of one head of a request of at most `longest` rows: its partitions in ascending order.
+
+    It may begin before the kernel that writes them has ended.
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     query_first = tl.load(query_start + request)
     length = tl.load(query_start + request + 1) - query_first
     length = tl.where(length * N <= longest, length, 0)
     context = tl.load(seq_lens + request)
-    one, column = tl.arange(0, 1), tl.arange(0, LW)[:, None]
+    one, column = tl.arange(0, 1), tl.program_id(2) * LC + tl.arange(0, LC)[:, None]
+    if not INTERPRETED:
+        gdc_wait()
     for token in range(0, length):
         row = (token * N + head + one).to(tl.int64)
         base = (query_first.to(tl.int64) * N + row if BY_TOKEN else request.to(tl.int64) * BM + row) * num_parts
+        count = (context - length + token) // PART + 1
         M, D, A = tl.load(maxima + base), tl.load(sums + base), tl.load(accs + base[None, :] * LW + column)
-        for part in tl.range(1, (context - length + token) // PART + 1, num_stages=4):
-            at = base + part
-            acc = tl.load(accs + at[None, :] * LW + column)
-            M, D, A = _merge(M, D, A, tl.load(maxima + at), tl.load(sums + at), acc, one == 0)
-        _finish(M, D, A, out, out, query_first.to(tl.int64) * N + row, one == 0, L, LW, False)
+        for part in range(1, count, AHEAD):
+            m, d, acc = _parts(maxima, sums, accs, base, part, count, column, LW)
+            for i in tl.static_range(AHEAD):
+                M, D, A = _merge(M, D, A, m[i], d[i], acc[i], (part + i < count) & (one == 0))
+        _finish(M, D, A, out, out, query_first.to(tl.int64) * N + row, one == 0, column, L, False)
 
 
 @triton.jit
