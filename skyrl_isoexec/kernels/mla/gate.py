@@ -141,7 +141,7 @@ def _tensor_core_pages(proof: Proof, impl: ModuleType, label: str, dtype: torch.
             rows = torch.cat([torch.arange(hi - n, hi) for hi, n in zip(paged.cu[1:].tolist(), counts, strict=True)])
             starts = torch.tensor([0, *counts]).cumsum(0).int()
             for tile in impl.TILES:
-                for split in (0, 1, 2) if impl.fits(tile, case.latent, case.width, schedule) else ():
+                for split in (0, 2) if impl.fits(tile, case.latent, case.width, schedule) else ():
                     out = torch.full_like(whole[rows], float("nan"))
                     given = (paged.q[rows], paged.cache, paged.table, starts, paged.lens, case.scale, case.latent, out)
                     found = impl.paged(*given, schedule, tile, split)

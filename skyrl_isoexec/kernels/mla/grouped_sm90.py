@@ -21,8 +21,12 @@ LATENT, ROTATED, BLOCK = 512, 64, 64
 """What the tile is made for."""
 COLUMNS = 128
 """Of the latent, for a program that merges partitions."""
-WRITTEN = 1.1
-"""Time of a partition that is written and merged, relative to one whose program goes on to the next."""
+FULL = 2
+"""Requests per multiprocessor of a decode step from which a program merges the partitions of a request itself."""
+WAVES = 5
+"""Programs per multiprocessor that a decode step may have where partitions are written."""
+WRITTEN_BYTES = 1 << 30
+"""What partitions may take in memory before they are merged."""
 
 
 def is_grouped(latent: int, width: int, page_size: int, schedule: Schedule) -> bool:
@@ -31,11 +35,16 @@ def is_grouped(latent: int, width: int, page_size: int, schedule: Schedule) -> b
     return is_held and page_size % BLOCK == 0 and not INTERPRETED.value
 
 
-def programs_of(num_requests: int, num_parts: int, processors: int) -> int:
-    """Programs that share the partitions of a request of a decode step; 0: one, which merges them itself."""
-    waves = {split: -(-num_requests * max(1, split) // processors) for split in range(min(num_parts, processors) + 1)}
-    times = {n: waves[n] * (-(-num_parts // n) * WRITTEN if n else num_parts) for n in waves}
-    return min(times, key=lambda n: (times[n], n)) if num_parts > 1 else 0
+def programs_of(num_requests: int, num_parts: int, rows: int, processors: int) -> int:
+    """Programs that share the partitions of a request, written to memory; 0: one program, which merges them itself.
+
+    The fewest of those with the least partitions one after another; `rows` of a request are written.
+    """
+    size = num_requests * num_parts * rows * LATENT * 4
+    if num_parts == 1 or num_requests >= FULL * processors or size > WRITTEN_BYTES:
+        return 0
+    most = min(num_parts, max(1, WAVES * processors // num_requests))
+    return min(range(1, most + 1), key=lambda n: -(-num_requests * n // processors) * -(-num_parts // n))
 
 
 def merge(
@@ -94,14 +103,16 @@ def paged(
     q_TNQ: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, scale: float, latent: int,
     out: Tensor, schedule: Schedule, split: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention over pages; `split`: see `programs_of`, by default of all requests of a decode step, or short ones."""
+    """Attention over pages; `split`: see `programs_of`, for all requests of a decode step, else for short ones."""
     num_tokens, num_heads, width = q_TNQ.shape
     num_requests, page_size = lengths.shape[0], cache.shape[1]
     num_parts = triton.cdiv(table.shape[1] * page_size, schedule.kv_partition)
+    is_decode = num_tokens <= num_requests
     if split is None:
-        split = programs_of(num_requests, num_parts, num_processors(cache.device.index))
+        rows = num_heads if is_decode else ROWS
+        split = programs_of(num_requests, num_parts, rows, num_processors(cache.device.index))
     given = (q_TNQ, cache.view(-1, width), table, starts, lengths, out, None, scale, latent, page_size, schedule)
-    if num_tokens <= num_requests:
+    if is_decode:
         attend(*given, PARTS if split else WHOLE, num_tokens * num_heads, max(1, split))
         return out
     if split:

@@ -1,4 +1,5 @@
-"""Latent attention on Hopper: `loops_sm90.py` and `heads_sm90.py` behind the functions that every implementation has.
+"""Latent attention on Hopper: the tiles of `warp_groups.py` and `loops_sm90.py`, and `heads_sm90.py`, behind the
+functions that every implementation has.
 
 Notable: a sequence's softmax has blocks of `schedule.kv_block` inside partitions of `schedule.kv_partition`, merged in
 ascending order, whoever computes them: a tile of a prefill loops over partitions, a decode step may give them programs
@@ -53,6 +54,16 @@ def fits(tile: Choice, latent: int, width: int, schedule: Schedule) -> bool:
     return _has_registers(tile, latent)
 
 
+def _is_grouped(choice: Choice | None, latent: int, width: int, page_size: int, schedule: Schedule) -> bool:
+    """Whether a call gets the tile of `warp_groups.py`; refuses (ValueError) it for keys that it does not hold."""
+    is_held = grouped.is_grouped(latent, width, page_size, schedule)
+    if choice == GROUPED and not is_held:
+        raise ValueError(
+            f"mla: the tile {GROUPED} holds no keys of {latent} + {width - latent} in these blocks and pages"
+        )
+    return is_held and choice in (None, GROUPED)
+
+
 def tile_of(num_rows: int, latent: int) -> Choice:
     """The tile of `loops_sm90.py` for requests of about `num_rows` rows, each a token's head."""
     if num_rows <= 32:
@@ -103,7 +114,7 @@ def forward(
     out = q_TNQ.new_empty(num_tokens, num_heads, latent)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_TNQ.device)
     if num_tokens:
-        if choice == GROUPED or (choice is None and grouped.is_grouped(latent, width, 0, schedule)):
+        if _is_grouped(choice, latent, width, 0, schedule):
             grouped.packed(q_TNQ, c_TQ, starts, out, lse, scale, latent, schedule)
             return out, lse
         fixed = _fixed(num_heads, latent, width, schedule)
@@ -156,7 +167,7 @@ def paged(
     page_size, num_requests = cache.shape[1], seq_lens.shape[0]
     if not num_tokens or not num_requests:
         return out
-    if choice == GROUPED or (choice is None and grouped.is_grouped(latent, width, page_size, schedule)):
+    if _is_grouped(choice, latent, width, page_size, schedule):
         return grouped.paged(
             q_TNQ, cache, block_table, query_start, seq_lens, scale, latent, out, schedule, split
         )  # fmt: skip

@@ -1,12 +1,13 @@
 """The tile of latent attention on Hopper that overlaps copies, scores and values, in Gluon: 64 rows, three warp groups.
 
 Notable: the arithmetic is that of `loops_sm90.py`, function by function and in the same order, so that a row has the
-same bits from either; what differs is when things happen. One group of warps has blocks of keys copied into a ring of
-two, takes scores and softmax, and leaves a block's weights and its factors in shared memory. Two groups add the values,
-each for its half of the latent, while the scores of the next block are taken. Rows are the tall side of every
-product here, positions there: a product of the tensor core depends on the order of its sum alone. What must stay equal:
-the latent's products before the rotated part's in one accumulator that begins at zeros; blocks of 64 positions and
-partitions of PART from the sequence's start; the row sum as a product with ones on the tensor core; explicit fma.
+same bits from either; what differs is when things happen. One group of warps takes scores and softmax, and leaves a
+block's weights and its factors in shared memory. Two groups add the values, each for its half of the latent, while the
+scores of the next block are taken, and have that half of the block after next copied into a ring of two. Rows are the
+tall side of every product here, positions there: a product of the tensor core depends on the order of its sum alone.
+What must stay equal: the latent's products before the rotated part's in one accumulator that begins at zeros; blocks of
+64 positions and partitions of PART from the sequence's start; the row sum as a product with ones on the tensor core;
+explicit fma.
 
 A program's items are tiles of any requests (TILES), all tiles of one request (WHOLE), or every num_programs(1)-th
 partition of one request, written to `maxima`, `sums` and `accs` (PARTS). The result of the earlier partitions waits in
@@ -61,19 +62,37 @@ def _joined(M, D, m, d, reached, is_first):
 
 
 @gluon.jit
-def _added(earlier, acc, x, y, reached, H: gl.constexpr, FLAT: gl.constexpr):
-    """What waits at `earlier` times x plus acc times y, where a row reached the partition."""
-    A = gl.load(earlier).reshape([H // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, H])
-    A = gl.convert_layout(A, acc.type.layout, assert_trivial=True)
-    wide = gl.full(A.shape, 0.0, gl.float32, A.type.layout) + x[:, None]
-    return gl.where(reached[:, None], gl.fma(A, wide, acc * y[:, None]), A)
-
-
-@gluon.jit
 def _laid(x, H: gl.constexpr, FLAT: gl.constexpr):
     """An accumulator as [H / 8, 512], in which a thread's four numbers of a column of eights lie together: no move."""
     x = x.reshape([4, 2, 8, H // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([H // 8, 512])
     return gl.convert_layout(x, FLAT, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(x, FLAT: gl.constexpr):
+    """[n, 512] as twice [n / 2, 512]."""
+    a, b = x.reshape([2, x.shape[0] // 2, 512]).permute((1, 2, 0)).split()
+    return gl.convert_layout(a, FLAT, assert_trivial=True), gl.convert_layout(b, FLAT, assert_trivial=True)
+
+
+@gluon.jit
+def _pieces(x, H: gl.constexpr, FLAT: gl.constexpr):
+    """An accumulator as eight pieces [H / 64, 512] of `_laid`."""
+    a, b = _halves(_laid(x, H, FLAT), FLAT)
+    a, b, c, d = _halves(a, FLAT) + _halves(b, FLAT)
+    return _halves(a, FLAT) + _halves(b, FLAT) + _halves(c, FLAT) + _halves(d, FLAT)
+
+
+@gluon.jit
+def _wide(x, acc, H: gl.constexpr, FLAT: gl.constexpr):
+    """A number of each row as a piece has them."""
+    return _pieces(gl.full(acc.shape, 0.0, gl.float32, acc.type.layout) + x[:, None], H, FLAT)[0]
+
+
+@gluon.jit
+def _added(A, acc, x, y, reached):
+    """A x + acc y, where a row reached the partition."""
+    return gl.where(reached, gl.fma(A, x, acc * y), A)
 
 
 @gluon.jit
@@ -137,18 +156,15 @@ def _item(item, batch, N: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, 
 
 
 @gluon.jit
-def _copy(
-    keys, row, stage, shared, H: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
-    """64 rows of keys into a stage of the ring."""
+def _copy(half: gl.constexpr, keys, row, stage, shared, H: gl.constexpr, R: gl.constexpr):
+    """Half of the latent of 64 keys into a stage of the ring, and with the second half their rotated part."""
     latents, rotated = keys
     _, _, ring, ring_last, _, _, _, _, full, _, _, _, _ = shared
-    for half in gl.static_range(2):
-        at = stage * 2 + half
-        mbarrier.expect(full.index(at), 64 * (H + half * R) * 2)
-        tma.async_copy_global_to_shared(latents, [row, half * H], full.index(at), ring.index(at))
-        if half:
-            tma.async_copy_global_to_shared(rotated, [row, 2 * H], full.index(at), ring_last.index(stage))
+    at = stage * 2 + half
+    mbarrier.expect(full.index(at), 64 * (H + half * R) * 2)
+    tma.async_copy_global_to_shared(latents, [row, half * H], full.index(at), ring.index(at))
+    if half:
+        tma.async_copy_global_to_shared(rotated, [row, 2 * H], full.index(at), ring_last.index(stage))
 
 
 @gluon.jit
@@ -161,12 +177,28 @@ def _row_of(block, pages, query_first, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def _begin(
+    half: gl.constexpr, item, bound, done, keys, table, table_stride, shared, batch,
+    N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """`_item`, without blocks from `bound` on; the first two blocks of keys are under way."""
+    request, query_first, length, context, first_row, first, last = item, item, item, item, item, item, item
+    if item < bound:
+        request, query_first, length, context, first_row, first, last = _item(item, batch, N, PART, PAGE, MODE)
+        pages = table + request * table_stride
+        for block in range(first, gl.minimum(last, first + 2)):
+            row = _row_of(block, pages, query_first, PAGE)
+            _copy(half, keys, row, (done + block - first) % STAGES, shared, H, R)
+    return request, query_first, length, context, first_row, first, last
+
+
+@gluon.jit
 def _weigh(
-    q_latents, q_rotated, keys, table, table_stride, lse, maxima, sums, num_parts, shared, batch, scale,
+    q_latents, q_rotated, lse, maxima, sums, num_parts, shared, batch, scale,
     N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
     LSE: gl.constexpr, BY_TOKEN: gl.constexpr,
 ):  # fmt: skip
-    """Copies of rows of q and of keys, scores, their weights, and the factors of what was added before."""
+    """Copies of rows of q, scores, their weights, and the factors of what was added before."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -193,28 +225,20 @@ def _weigh(
             tma.async_copy_global_to_shared(q_latents, [at, 0], q_full, q_tile.index(0))
             tma.async_copy_global_to_shared(q_latents, [at, H], q_full, q_tile.index(1))
             tma.async_copy_global_to_shared(q_rotated, [at, 2 * H], q_full, q_last)
-            pages = table + request * table_stride
-            _copy(keys, _row_of(first, pages, query_first, PAGE), done % STAGES, shared, H, R)
-            mbarrier.wait(p_free, (done & 1) ^ 1)
-            if first + 1 < last:
-                _copy(keys, _row_of(first + 1, pages, query_first, PAGE), (done + 1) % STAGES, shared, H, R)
             mbarrier.wait(q_full, tiles & 1)
             tiles += 1
             for block in range(first, last):
                 stage, phase = done % STAGES, (done // STAGES) & 1
-                ahead = _row_of(gl.minimum(block + 1, last - 1), pages, query_first, PAGE)
                 mbarrier.wait(full.index(stage * 2), phase)
                 s = warpgroup_mma(q_tile.index(0), ring.index(stage * 2).permute((1, 0)), zeros_s, is_async=True)
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 s = warpgroup_mma(q_tile.index(1), ring.index(stage * 2 + 1).permute((1, 0)), s, is_async=True)
                 s = warpgroup_mma(q_last, ring_last.index(stage).permute((1, 0)), s, is_async=True)
                 s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.wait(p_free, (done & 1) ^ 1)  # values of the last block were added
-                if (block > first) & (block + 1 < last):
-                    _copy(keys, ahead, (done + 1) % STAGES, shared, H, R)
                 if block >= whole:
                     s = gl.where((block * 64 + offset)[None, :] <= position[:, None], s, NEG_INF)
                 m, p, factor = _softmax(s, m, scale)
+                mbarrier.wait(p_free, (done & 1) ^ 1)
                 p_tile.store(p)
                 vectors.index(0).store(factor)
                 fence_async_shared()
@@ -255,76 +279,104 @@ def _weigh(
 
 @gluon.jit
 def _add_values(
-    half: gl.constexpr, out, scratch, accs, num_parts, shared, batch,
-    N: gl.constexpr, H: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
+    half: gl.constexpr, keys, table, table_stride, out, scratch, accs, num_parts, shared, batch,
+    N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
     BY_TOKEN: gl.constexpr,
 ):  # fmt: skip
-    """Weights times values, for one half of the latent."""
+    """Copies of keys, and weights times values, for one half of the latent."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     BLOCKS: gl.constexpr = PART // 64
-    q_tile, q_last, ring, ring_last, p_tile, ones, vectors, q_full, full, p_full, p_free, e_full, e_free = shared
-    row = gl.arange(0, 64, layout=OF_ROWS)
-    column = half * H + gl.arange(0, H, layout=gl.SliceLayout(0, OUT))
+    PIECE: gl.constexpr = H // 64
+    _, _, ring, _, p_tile, _, vectors, _, full, p_full, p_free, e_full, e_free = shared
     zeros = gl.full((64, H), 0.0, gl.float32, OUT)
-    earlier = scratch + (gl.program_id(0) * 2 + half).to(gl.int64) * (64 * H)
-    earlier += gl.arange(0, H // 8, layout=gl.SliceLayout(1, FLAT))[:, None] * 512
-    earlier += gl.arange(0, 512, layout=gl.SliceLayout(0, FLAT))[None, :]
+    place = gl.arange(0, 512, layout=gl.SliceLayout(0, FLAT))  # of warps, rows, quarters, rows, columns
+    row = place // 128 * 16 + place // 2 % 2 * 8 + place // 16 % 8
+    eight = gl.arange(0, PIECE, layout=gl.SliceLayout(1, FLAT))
+    column = half * H + eight[:, None] * 8 + (place // 4 % 4 * 2 + place % 2)[None, :]
+    earlier = scratch + (gl.program_id(0) * 2 + half).to(gl.int64) * (64 * H) + eight[:, None] * 512 + place[None, :]
     begin, bound, step = _items(batch, N, PART, MODE)
     done, said = 0, 0
+    request, query_first, length, context, first_row, first, last = _begin(
+        half, begin, bound, 0, keys, table, table_stride, shared, batch, N, H, R, PART, PAGE, MODE
+    )
     for item in range(begin, bound, step):
-        request, query_first, length, context, first_row, first, last = _item(item, batch, N, PART, PAGE, MODE)
-        if first < last:
-            token = (first_row + row) // N
-            position = gl.where(token < length, context - length + token, -1)
-            acc = zeros
-            for block in range(first, last):
-                at, phase = done % STAGES * 2 + half, (done // STAGES) & 1
-                mbarrier.wait(full.index(at), phase)
-                values = ring.index(at)
-                if (block + 1) * 64 > context:  # what lies beyond may be anything
-                    seen = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED)) < context
-                    mbarrier.wait(p_full, done & 1)  # scores were taken
-                    for piece in gl.static_range(H // 64):
-                        part = values.slice(piece * 64, 64, dim=1)
-                        part.store(gl.where(seen[:, None], part.load(LOADED), 0.0))
-                    fence_async_shared()
-                    gl.thread_barrier()
-                mbarrier.wait(p_full, done & 1)
-                acc = acc * vectors.index(0).load(OF_ROWS)[:, None]
-                acc = warpgroup_mma(p_tile, values, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(p_free)
-                done += 1
-                if MODE != PARTS:
-                    if (block % BLOCKS == BLOCKS - 1) & (block + 1 < last):
-                        mbarrier.wait(e_full, said & 1)
-                        x, y = vectors.index(1).load(OF_ROWS), vectors.index(2).load(OF_ROWS)
-                        mbarrier.arrive(e_free)
-                        said += 1
-                        if block >= BLOCKS:
-                            acc = _added(earlier, acc, x, y, block // BLOCKS * PART <= position, H, FLAT)
-                        gl.store(earlier, _laid(acc, H, FLAT))
-                        acc = zeros
+        pages = table + request * table_stride
+        token = (first_row + row) // N
+        position = gl.where(token < length, context - length + token, -1)[None, :]
+        acc = zeros
+        for block in range(first, last):
+            at, phase = done % STAGES * 2 + half, (done // STAGES) & 1
+            ahead = _row_of(gl.minimum(block + 2, last - 1), pages, query_first, PAGE)
+            mbarrier.wait(full.index(at), phase)
+            values = ring.index(at)
+            if (block + 1) * 64 > context:  # what lies beyond may be anything
+                seen = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED)) < context
+                mbarrier.wait(p_full, done & 1)  # scores were taken
+                for piece in gl.static_range(H // 64):
+                    part = values.slice(piece * 64, 64, dim=1)
+                    part.store(gl.where(seen[:, None], part.load(LOADED), 0.0))
+                fence_async_shared()
+                gl.thread_barrier()
+            mbarrier.wait(p_full, done & 1)
+            acc = acc * vectors.index(0).load(OF_ROWS)[:, None]
+            acc = warpgroup_mma(p_tile, values, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(p_free)
+            if block + 2 < last:
+                _copy(half, keys, ahead, done % STAGES, shared, H, R)
+            done += 1
+            if MODE != PARTS:
+                if (block % BLOCKS == BLOCKS - 1) & (block + 1 < last):
+                    mbarrier.wait(e_full, said & 1)
+                    x, y = vectors.index(1).load(OF_ROWS), vectors.index(2).load(OF_ROWS)
+                    mbarrier.arrive(e_free)
+                    said += 1
+                    pieces = _pieces(acc, H, FLAT)
+                    if block < BLOCKS:
+                        for i in gl.static_range(8):
+                            gl.store(earlier + i * PIECE * 512, pieces[i])
+                    else:
+                        x_wide, y_wide = _wide(x, acc, H, FLAT), _wide(y, acc, H, FLAT)
+                        A = gl.load(earlier)
+                        for i in gl.static_range(8):
+                            waiting = A
+                            if i < 7:
+                                A = gl.load(earlier + (i + 1) * PIECE * 512)
+                            added = _added(waiting, pieces[i], x_wide, y_wide, block // BLOCKS * PART <= position)
+                            gl.store(earlier + i * PIECE * 512, added)
+                    acc = zeros
+        rows, slot, is_last = query_first * N + first_row + row, first_row + row, last > first
+        if MODE == PARTS:
+            slot = rows if BY_TOKEN else request * 64 + slot
+        of_part, is_joined, reached = first // BLOCKS, last > BLOCKS, (last - 1) // BLOCKS * PART <= position
+        there = position >= 0
+        request, query_first, length, context, first_row, first, last = _begin(
+            half, item + step, bound, done, keys, table, table_stride, shared, batch, N, H, R, PART, PAGE, MODE
+        )
+        if is_last:
+            pieces = _pieces(acc, H, FLAT)
             if MODE == PARTS:
-                slot = first_row + row
-                slot += query_first * N if BY_TOKEN else request * 64
-                to = (slot.to(gl.int64) * num_parts + first // BLOCKS) * (2 * H)
-                gl.store(accs + to[:, None] + column[None, :], acc, mask=(position >= 0)[:, None])
+                to = accs + ((slot.to(gl.int64) * num_parts + of_part) * (2 * H))[None, :] + column
+                for i in gl.static_range(8):
+                    gl.store(to + i * PIECE * 8, pieces[i], mask=there)
             else:
                 mbarrier.wait(e_full, said & 1)
                 x, y = vectors.index(1).load(OF_ROWS), vectors.index(2).load(OF_ROWS)
                 D = vectors.index(3).load(OF_ROWS)
                 mbarrier.arrive(e_free)
                 said += 1
-                if last > BLOCKS:
-                    acc = _added(earlier, acc, x, y, (last - 1) // BLOCKS * PART <= position, H, FLAT)
-                result = gl.div_rn(acc, zeros + D[:, None])
-                result = gl.where(result != result, float("nan"), result).to(gl.bfloat16)
-                to = (query_first * N + first_row + row).to(gl.int64) * (2 * H)
-                gl.store(out + to[:, None] + column[None, :], result, mask=(position >= 0)[:, None])
+                x, y, D = _wide(x, acc, H, FLAT), _wide(y, acc, H, FLAT), _wide(D, acc, H, FLAT)
+                to = out + (rows.to(gl.int64) * (2 * H))[None, :] + column
+                for i in gl.static_range(8):
+                    result = pieces[i]
+                    if is_joined:
+                        result = _added(gl.load(earlier + i * PIECE * 512), result, x, y, reached)
+                    result = gl.div_rn(result, D)
+                    result = gl.where(result != result, float("nan"), result).to(gl.bfloat16)
+                    gl.store(to + i * PIECE * 8, result, mask=there)
 
 
 @gluon.jit(do_not_specialize=["num_requests", "num_tiles", "bound", "num_parts", "table_stride"])
@@ -374,12 +426,18 @@ def attend(
     gl.warp_specialize(
         [
             (_weigh, (
-                q_latents, q_rotated, (latents, rotated), table, table_stride, lse, maxima, sums, num_parts, shared,
-                batch, scale, N, H, R, PART, PAGE, MODE, LSE, BY_TOKEN,
+                q_latents, q_rotated, lse, maxima, sums, num_parts, shared, batch, scale, N, H, R, PART, PAGE, MODE,
+                LSE, BY_TOKEN,
             )),
-            (_add_values, (0, out, scratch, accs, num_parts, shared, batch, N, H, PART, PAGE, MODE, BY_TOKEN)),
-            (_add_values, (1, out, scratch, accs, num_parts, shared, batch, N, H, PART, PAGE, MODE, BY_TOKEN)),
+            (_add_values, (
+                0, (latents, rotated), table, table_stride, out, scratch, accs, num_parts, shared, batch, N, H, R, PART,
+                PAGE, MODE, BY_TOKEN,
+            )),
+            (_add_values, (
+                1, (latents, rotated), table, table_stride, out, scratch, accs, num_parts, shared, batch, N, H, R, PART,
+                PAGE, MODE, BY_TOKEN,
+            )),
         ],
         [4, 4],
-        [192, 192],
+        [200, 200],
     )  # fmt: skip
