@@ -16,7 +16,7 @@ from hopper_source import TARGET, disassembled, latent_source, mixed_words  # no
 from triton.compiler import compile  # noqa: E402
 
 from skyrl_isoexec.kernels.mla import grouped_sm90, kernel  # noqa: E402
-from skyrl_isoexec.kernels.mla.warp_groups import PARTS, TILES, WHOLE  # noqa: E402
+from skyrl_isoexec.kernels.mla.items_sm90 import PARTS, TILES, WHOLE  # noqa: E402
 from skyrl_isoexec.kernels.numeric.sm90 import EXACT  # noqa: E402
 from skyrl_isoexec.schedule import Schedule  # noqa: E402
 

@@ -11,7 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from skyrl_isoexec.kernels.mla import loops_sm90 as loops
 from skyrl_isoexec.kernels.mla import warp_groups
-from skyrl_isoexec.kernels.mla.warp_groups import PARTS, ROWS, TILES, WHOLE
+from skyrl_isoexec.kernels.mla.items_sm90 import PARTS, TILES, WHOLE
+from skyrl_isoexec.kernels.mla.warp_groups import ROWS
 from skyrl_isoexec.kernels.numeric.sm90 import EXACT, INTERPRETED
 from skyrl_isoexec.kernels.numeric.sm90_product import num_processors
 from skyrl_isoexec.schedule import Schedule

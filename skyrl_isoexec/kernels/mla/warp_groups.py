@@ -26,13 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from skyrl_isoexec.kernels.mla.items_sm90 import PARTS, item_of, items_of
+from skyrl_isoexec.kernels.mla.values_sm90 import STAGES, add_values
+
 NEG_INF = gl.constexpr(float("-inf"))
 ROWS = 64
 """Rows of a tile."""
-STAGES = gl.constexpr(2)
-"""Blocks of keys in shared memory."""
-TILES, WHOLE, PARTS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""What a program's items are."""
 
 
 @gluon.jit
@@ -62,137 +61,6 @@ def _joined(M, D, m, d, reached, is_first):
 
 
 @gluon.jit
-def _laid(x, H: gl.constexpr, FLAT: gl.constexpr):
-    """An accumulator as [H / 8, 512], in which a thread's four numbers of a column of eights lie together: no move."""
-    x = x.reshape([4, 2, 8, H // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([H // 8, 512])
-    return gl.convert_layout(x, FLAT, assert_trivial=True)
-
-
-@gluon.jit
-def _halves(x, FLAT: gl.constexpr):
-    """[n, 512] as twice [n / 2, 512]."""
-    a, b = x.reshape([2, x.shape[0] // 2, 512]).permute((1, 2, 0)).split()
-    return gl.convert_layout(a, FLAT, assert_trivial=True), gl.convert_layout(b, FLAT, assert_trivial=True)
-
-
-@gluon.jit
-def _pieces(x, H: gl.constexpr, FLAT: gl.constexpr):
-    """An accumulator as eight pieces [H / 64, 512] of `_laid`."""
-    a, b = _halves(_laid(x, H, FLAT), FLAT)
-    a, b, c, d = _halves(a, FLAT) + _halves(b, FLAT)
-    return _halves(a, FLAT) + _halves(b, FLAT) + _halves(c, FLAT) + _halves(d, FLAT)
-
-
-@gluon.jit
-def _wide(x, acc, H: gl.constexpr, FLAT: gl.constexpr):
-    """A number of each row as a piece has them."""
-    return _pieces(gl.full(acc.shape, 0.0, gl.float32, acc.type.layout) + x[:, None], H, FLAT)[0]
-
-
-@gluon.jit
-def _added(A, acc, x, y, reached):
-    """A x + acc y, where a row reached the partition."""
-    return gl.where(reached, gl.fma(A, x, acc * y), A)
-
-
-@gluon.jit
-def _request_of(query_start, tile, num_requests, N: gl.constexpr):
-    """The request that owns a tile: request r begins at tile query_start[r] * N // 64 + r."""
-    low, high = tile * 0, num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(query_start + middle) * N // 64 + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@gluon.jit
-def _items(batch, N: gl.constexpr, PART: gl.constexpr, MODE: gl.constexpr):
-    """(first item of the program, bound, step)."""
-    query_start, seq_lens, num_requests, num_tiles, bound = batch
-    if MODE == TILES:
-        return gl.program_id(0), num_tiles, gl.num_programs(0)
-    request = gl.program_id(0)
-    rows = (gl.load(query_start + request + 1) - gl.load(query_start + request)) * N
-    tiles = gl.where(rows <= bound, (rows + 63) // 64, 0)
-    if MODE == PARTS:
-        parts = (gl.load(seq_lens + request) + PART - 1) // PART - gl.program_id(1)
-        tiles *= (gl.maximum(parts, 0) + gl.num_programs(1) - 1) // gl.num_programs(1)
-    return request * 0, tiles, request * 0 + 1
-
-
-@gluon.jit
-def _item(item, batch, N: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr):
-    """(request, its first token, its tokens, its context, first row of the tile, first block, bound of blocks)."""
-    query_start, seq_lens, num_requests, num_tiles, bound = batch
-    request, tile = gl.program_id(0), item
-    if MODE == TILES:
-        tile = num_tiles - 1 - item  # late tiles are long: they begin first
-        request = _request_of(query_start, tile, num_requests, N)
-    query_first = gl.load(query_start + request)
-    length = gl.load(query_start + request + 1) - query_first
-    context = length
-    if PAGE:
-        context = gl.load(seq_lens + request)
-    if MODE == TILES:
-        tile -= query_first * N // 64 + request
-    part = 0
-    if MODE == PARTS:
-        parts = (context + PART - 1) // PART - gl.program_id(1)
-        mine = (parts + gl.num_programs(1) - 1) // gl.num_programs(1)
-        tile = item // mine
-        part = gl.program_id(1) + item % mine * gl.num_programs(1)
-    first_row = tile * 64
-    end = gl.minimum(context, context - length + (first_row + 63) // N + 1)
-    first = part * (PART // 64)
-    last = (end + 63) // 64
-    if MODE == PARTS:
-        last = gl.minimum(last, first + PART // 64)
-    if MODE == TILES:
-        last = gl.where((first_row < length * N) & (length * N > bound), last, 0)
-    return request, query_first, length, context, first_row, first, last
-
-
-@gluon.jit
-def _copy(half: gl.constexpr, keys, row, stage, shared, H: gl.constexpr, R: gl.constexpr):
-    """Half of the latent of 64 keys into a stage of the ring, and with the second half their rotated part."""
-    latents, rotated = keys
-    _, _, ring, ring_last, _, _, _, _, full, _, _, _, _ = shared
-    at = stage * 2 + half
-    mbarrier.expect(full.index(at), 64 * (H + half * R) * 2)
-    tma.async_copy_global_to_shared(latents, [row, half * H], full.index(at), ring.index(at))
-    if half:
-        tma.async_copy_global_to_shared(rotated, [row, 2 * H], full.index(at), ring_last.index(stage))
-
-
-@gluon.jit
-def _row_of(block, pages, query_first, PAGE: gl.constexpr):
-    """Where a block of keys begins."""
-    row = query_first + block * 64
-    if PAGE:
-        row = gl.load(pages + block * 64 // PAGE) * PAGE + block * 64 % PAGE
-    return row
-
-
-@gluon.jit
-def _begin(
-    half: gl.constexpr, item, bound, done, keys, table, table_stride, shared, batch,
-    N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
-    """`_item`, without blocks from `bound` on; the first two blocks of keys are under way."""
-    request, query_first, length, context, first_row, first, last = item, item, item, item, item, item, item
-    if item < bound:
-        request, query_first, length, context, first_row, first, last = _item(item, batch, N, PART, PAGE, MODE)
-        pages = table + request * table_stride
-        for block in range(first, gl.minimum(last, first + 2)):
-            row = _row_of(block, pages, query_first, PAGE)
-            _copy(half, keys, row, (done + block - first) % STAGES, shared, H, R)
-    return request, query_first, length, context, first_row, first, last
-
-
-@gluon.jit
 def _weigh(
     q_latents, q_rotated, lse, maxima, sums, num_parts, shared, batch, scale,
     N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
@@ -210,10 +78,10 @@ def _weigh(
     zeros_d = gl.full((64, 8), 0.0, gl.float32, SUMS)
     none = gl.full((64,), NEG_INF, gl.float32, OF_ROWS)
     nothing = gl.full((64,), 0.0, gl.float32, OF_ROWS)
-    begin, bound, step = _items(batch, N, PART, MODE)
+    begin, bound, step = items_of(batch, N, PART, MODE)
     tiles, done, said = 0, 0, 0
     for item in range(begin, bound, step):
-        request, query_first, length, context, first_row, first, last = _item(item, batch, N, PART, PAGE, MODE)
+        request, query_first, length, context, first_row, first, last = item_of(item, batch, N, PART, PAGE, MODE)
         if first < last:
             token = (first_row + row) // N
             there = token < length
@@ -277,108 +145,6 @@ def _weigh(
                     gl.store(lse + at, M + gl.log2(D), mask=there)
 
 
-@gluon.jit
-def _add_values(
-    half: gl.constexpr, keys, table, table_stride, out, scratch, accs, num_parts, shared, batch,
-    N: gl.constexpr, H: gl.constexpr, R: gl.constexpr, PART: gl.constexpr, PAGE: gl.constexpr, MODE: gl.constexpr,
-    BY_TOKEN: gl.constexpr,
-):  # fmt: skip
-    """Copies of keys, and weights times values, for one half of the latent."""
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
-    BLOCKS: gl.constexpr = PART // 64
-    PIECE: gl.constexpr = H // 64
-    _, _, ring, _, p_tile, _, vectors, _, full, p_full, p_free, e_full, e_free = shared
-    zeros = gl.full((64, H), 0.0, gl.float32, OUT)
-    place = gl.arange(0, 512, layout=gl.SliceLayout(0, FLAT))  # of warps, rows, quarters, rows, columns
-    row = place // 128 * 16 + place // 2 % 2 * 8 + place // 16 % 8
-    eight = gl.arange(0, PIECE, layout=gl.SliceLayout(1, FLAT))
-    column = half * H + eight[:, None] * 8 + (place // 4 % 4 * 2 + place % 2)[None, :]
-    earlier = scratch + (gl.program_id(0) * 2 + half).to(gl.int64) * (64 * H) + eight[:, None] * 512 + place[None, :]
-    begin, bound, step = _items(batch, N, PART, MODE)
-    done, said = 0, 0
-    request, query_first, length, context, first_row, first, last = _begin(
-        half, begin, bound, 0, keys, table, table_stride, shared, batch, N, H, R, PART, PAGE, MODE
-    )
-    for item in range(begin, bound, step):
-        pages = table + request * table_stride
-        token = (first_row + row) // N
-        position = gl.where(token < length, context - length + token, -1)[None, :]
-        acc = zeros
-        for block in range(first, last):
-            at, phase = done % STAGES * 2 + half, (done // STAGES) & 1
-            ahead = _row_of(gl.minimum(block + 2, last - 1), pages, query_first, PAGE)
-            mbarrier.wait(full.index(at), phase)
-            values = ring.index(at)
-            if (block + 1) * 64 > context:  # what lies beyond may be anything
-                seen = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED)) < context
-                mbarrier.wait(p_full, done & 1)  # scores were taken
-                for piece in gl.static_range(H // 64):
-                    part = values.slice(piece * 64, 64, dim=1)
-                    part.store(gl.where(seen[:, None], part.load(LOADED), 0.0))
-                fence_async_shared()
-                gl.thread_barrier()
-            mbarrier.wait(p_full, done & 1)
-            acc = acc * vectors.index(0).load(OF_ROWS)[:, None]
-            acc = warpgroup_mma(p_tile, values, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(p_free)
-            if block + 2 < last:
-                _copy(half, keys, ahead, done % STAGES, shared, H, R)
-            done += 1
-            if MODE != PARTS:
-                if (block % BLOCKS == BLOCKS - 1) & (block + 1 < last):
-                    mbarrier.wait(e_full, said & 1)
-                    x, y = vectors.index(1).load(OF_ROWS), vectors.index(2).load(OF_ROWS)
-                    mbarrier.arrive(e_free)
-                    said += 1
-                    pieces = _pieces(acc, H, FLAT)
-                    if block < BLOCKS:
-                        for i in gl.static_range(8):
-                            gl.store(earlier + i * PIECE * 512, pieces[i])
-                    else:
-                        x_wide, y_wide = _wide(x, acc, H, FLAT), _wide(y, acc, H, FLAT)
-                        A = gl.load(earlier)
-                        for i in gl.static_range(8):
-                            waiting = A
-                            if i < 7:
-                                A = gl.load(earlier + (i + 1) * PIECE * 512)
-                            added = _added(waiting, pieces[i], x_wide, y_wide, block // BLOCKS * PART <= position)
-                            gl.store(earlier + i * PIECE * 512, added)
-                    acc = zeros
-        rows, slot, is_last = query_first * N + first_row + row, first_row + row, last > first
-        if MODE == PARTS:
-            slot = rows if BY_TOKEN else request * 64 + slot
-        of_part, is_joined, reached = first // BLOCKS, last > BLOCKS, (last - 1) // BLOCKS * PART <= position
-        there = position >= 0
-        request, query_first, length, context, first_row, first, last = _begin(
-            half, item + step, bound, done, keys, table, table_stride, shared, batch, N, H, R, PART, PAGE, MODE
-        )
-        if is_last:
-            pieces = _pieces(acc, H, FLAT)
-            if MODE == PARTS:
-                to = accs + ((slot.to(gl.int64) * num_parts + of_part) * (2 * H))[None, :] + column
-                for i in gl.static_range(8):
-                    gl.store(to + i * PIECE * 8, pieces[i], mask=there)
-            else:
-                mbarrier.wait(e_full, said & 1)
-                x, y = vectors.index(1).load(OF_ROWS), vectors.index(2).load(OF_ROWS)
-                D = vectors.index(3).load(OF_ROWS)
-                mbarrier.arrive(e_free)
-                said += 1
-                x, y, D = _wide(x, acc, H, FLAT), _wide(y, acc, H, FLAT), _wide(D, acc, H, FLAT)
-                to = out + (rows.to(gl.int64) * (2 * H))[None, :] + column
-                for i in gl.static_range(8):
-                    result = pieces[i]
-                    if is_joined:
-                        result = _added(gl.load(earlier + i * PIECE * 512), result, x, y, reached)
-                    result = gl.div_rn(result, D)
-                    result = gl.where(result != result, float("nan"), result).to(gl.bfloat16)
-                    gl.store(to + i * PIECE * 8, result, mask=there)
-
-
 @gluon.jit(do_not_specialize=["num_requests", "num_tiles", "bound", "num_parts", "table_stride"])
 def attend(
     q_latents, q_rotated, latents, rotated, table, query_start, seq_lens, out, lse, scratch, maxima, sums, accs,
@@ -429,11 +195,11 @@ def attend(
                 q_latents, q_rotated, lse, maxima, sums, num_parts, shared, batch, scale, N, H, R, PART, PAGE, MODE,
                 LSE, BY_TOKEN,
             )),
-            (_add_values, (
+            (add_values, (
                 0, (latents, rotated), table, table_stride, out, scratch, accs, num_parts, shared, batch, N, H, R, PART,
                 PAGE, MODE, BY_TOKEN,
             )),
-            (_add_values, (
+            (add_values, (
                 1, (latents, rotated), table, table_stride, out, scratch, accs, num_parts, shared, batch, N, H, R, PART,
                 PAGE, MODE, BY_TOKEN,
             )),
