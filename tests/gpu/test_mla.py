@@ -148,10 +148,11 @@ def test_decode_beside_neighbours(shape, op, made, differing, replayed):
     assert all(torch.equal(run(), whole[599:]) for _ in range(200))
 
 
+@pytest.mark.parametrize("latent, rotated", [(64, 16), (512, 64)])
 @pytest.mark.parametrize("kind", ["tails", "ties", "zeros", "minus_inf", "nan"])
-def test_hazards_decode_like_the_prefill(kind, op, differing, monkeypatch):
+def test_hazards_decode_like_the_prefill(kind, latent, rotated, op, differing, monkeypatch):
     kernel, cases = op("mla"), op("mla", "cases")
-    case = cases.Case(kind=kind, lengths=(130, 1, 700), num_heads=5, latent=64, rotated=16)
+    case = cases.Case(kind=kind, lengths=(130, 1, 700), num_heads=5, latent=latent, rotated=rotated)
     q, c, bounds = cases.rows(case, torch.bfloat16)
     assert cases.reached(case, q, c, bounds, SCHEDULE)
     monkeypatch.setitem(globals(), "SCALE", case.scale)

@@ -36,6 +36,8 @@ TENSOR_CORE_SHAPES = (
     (20, 512, 64, (700, 3), 64, 512),
     (5, 512, 64, (600,), 64, 512),
 )
+WIDE = {"lengths": (130, 1, 600), "num_heads": 5, "latent": 512, "rotated": 64}
+"""Of a case whose keys every tile on the tensor core holds."""
 PAGED_SHAPES = ((20, 512, 64, (1100, 3, 512, 64), 64, 512), (3, 80, 16, (70, 1, 33), 16, 32))
 ROUNDINGS = 4 * 2.0**-9
 """What weights, their sum and the result may lose to bf16, each half a unit of 2**-8; the fourth is for fp32 sums."""
@@ -117,9 +119,11 @@ def _reference(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, d
 
 def _tensor_core(proof: Proof, impl: ModuleType, schedule: Schedule, label: str, dtype: torch.dtype) -> None:
     """Every tile, and a bound where scores are finite."""
-    for case, given in [(Case(kind=k), schedule) for k in cases.FINITE_VALUES] + [*map(_shaped, TENSOR_CORE_SHAPES)]:
+    given_cases = [(Case(kind=k), schedule) for k in cases.FINITE_VALUES]
+    given_cases += [(Case(kind=k, **WIDE), Schedule(kv_block=64, kv_partition=512)) for k in cases.FINITE_VALUES]
+    for case, given in given_cases + [*map(_shaped, TENSOR_CORE_SHAPES)]:
         inputs = cases.rows(case, dtype)
-        if case.latent == Case.latent:
+        if case.lengths in (Case.lengths, WIDE["lengths"]):
             proof.reached(f"{label} {case.kind}", cases.reached(case, *inputs, given))
         out = impl.mla(*inputs, case.scale, case.latent, schedule=given)
         if case.kind not in ("minus_inf", "nan"):
