@@ -37,7 +37,7 @@ HELD = 128
 """The largest of them whose running result stays in registers beside the accumulator."""
 
 
-def _check(schedule: Schedule, head_dim: int, group: int) -> None:
+def check_order(schedule: Schedule, head_dim: int, group: int) -> None:
     if schedule.kv_block not in (16, 32, 64, 128) or schedule.kv_partition % schedule.kv_block:
         raise ValueError(f"attention: the sm90 implementation has no kv_block {schedule.kv_block}")
     if head_dim % 8 or head_dim > 256 or group > 64:
@@ -143,7 +143,7 @@ def _forward(
     require("attention", cu_seqlens)
     whole = torch.tensor([0, q_TND.shape[0]])  # the bounds themselves stay on the device
     spec.check_rows(q_TND, k_TKD, v_TKD, whole, schedule)
-    _check(schedule, q_TND.shape[2], q_TND.shape[1] // k_TKD.shape[1])
+    check_order(schedule, q_TND.shape[2], q_TND.shape[1] // k_TKD.shape[1])
     return forward(q_TND, k_TKD, v_TKD, cu_seqlens, scale, schedule)
 
 
@@ -253,6 +253,6 @@ def attention_paged(
     spec.check_paged(q_TND, cache, block_table, query_start, seq_lens, out, schedule)
     require_bf16("attention", q_TND, cache)
     require("attention", block_table, query_start, seq_lens)
-    _check(schedule, q_TND.shape[2], q_TND.shape[1] // cache.shape[2])
+    check_order(schedule, q_TND.shape[2], q_TND.shape[1] // cache.shape[2])
     out = torch.zeros_like(q_TND) if out is None else out
     return paged(q_TND.contiguous(), cache, block_table, query_start, seq_lens, scale, out, schedule)

@@ -71,7 +71,7 @@ def tile_of(num_rows: int, latent: int) -> Choice:
     return (64, 4, 2) if _has_registers((64, 4, 2), latent) else (64, 8, 2)
 
 
-def _check(schedule: Schedule, latent: int, width: int) -> None:
+def check_order(schedule: Schedule, latent: int, width: int) -> None:
     if schedule.kv_block not in (16, 32, 64) or schedule.kv_partition % schedule.kv_block:
         raise ValueError(f"mla: the sm90 implementation has no kv_block {schedule.kv_block}; it has 16, 32 and 64")
     if latent > LARGEST or width - latent > 128:
@@ -130,7 +130,7 @@ def _forward(
     require("mla", cu_seqlens)
     whole = torch.tensor([0, q_TNQ.shape[0]])  # the bounds themselves stay on the device
     spec.check_rows(q_TNQ, c_TQ, whole, latent, schedule)
-    _check(schedule, latent, q_TNQ.shape[2])
+    check_order(schedule, latent, q_TNQ.shape[2])
     return forward(q_TNQ, c_TQ, cu_seqlens, scale, latent, schedule)
 
 
@@ -220,7 +220,7 @@ def mla_paged(
     spec.check_paged(q_TNQ, cache, block_table, query_start, seq_lens, latent, out, schedule)
     require_bf16("mla", q_TNQ, cache)
     require("mla", block_table, query_start, seq_lens)
-    _check(schedule, latent, q_TNQ.shape[2])
+    check_order(schedule, latent, q_TNQ.shape[2])
     out = q_TNQ.new_zeros(*q_TNQ.shape[:2], latent) if out is None else out
     return paged(q_TNQ.contiguous(), cache, block_table, query_start, seq_lens, scale, latent, out, schedule)
 

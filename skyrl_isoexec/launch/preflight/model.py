@@ -264,9 +264,9 @@ def widths(config: DecoderConfig, launch: LaunchConfig) -> None:
 
     try:
         if config.latent:
-            latent._check(launch.schedule, config.kv_lora_rank, config.latent_width)
+            latent.check_order(launch.schedule, config.kv_lora_rank, config.latent_width)
         else:
-            attention._check(launch.schedule, config.head_dim, config.num_heads // config.num_kv_heads)
+            attention.check_order(launch.schedule, config.head_dim, config.num_heads // config.num_kv_heads)
     except ValueError as error:
         raise Refusal(f"kernels.impl={launch.kernels.impl}: {error}; choose what it has, or another model") from error
 
