@@ -220,7 +220,7 @@ def offline(model: Path, out: Path) -> int:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
     from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, cuda_environment
 
-    os.environ.update(CPU_ENVIRONMENT | cuda_environment(hybrid=False))
+    os.environ.update(CPU_ENVIRONMENT | cuda_environment(runner=2))
     import torch
     from vllm import LLM
 

@@ -49,19 +49,19 @@ WATCHED: dict[str, None] = dict.fromkeys(
 """Variables of the hosts that can decide how something is computed, and that a run leaves unset in every process."""
 
 
-def computing(*, cuda: bool, threads: int, hybrid: bool | None) -> dict[str, str]:
+def computing(*, cuda: bool, threads: int, runner: int | None) -> dict[str, str]:
     """Variables that every computing process has to see; the contract names them, and each process reads them back.
 
-    `hybrid` says whether layers of our model are recurrent; None is the stock stack's, whose engine chooses by itself.
+    `runner` is vLLM's of our model, 1 or 2; None is the stock stack's, whose engine chooses by itself.
     """
     common = {"VLLM_PLUGINS": "isoexec", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **dict.fromkeys(THREADS, str(threads))}
-    return {**common, **(cuda_environment(hybrid=hybrid) if cuda else CPU_ENVIRONMENT)}
+    return {**common, **(cuda_environment(runner=runner) if cuda else CPU_ENVIRONMENT)}
 
 
-def environment(*, log_file: Path, cuda: bool, threads: int, hybrid: bool | None) -> dict[str, str]:
-    """Variables of every Ray worker of a run; `threads` is of one process, `hybrid` as `computing` has it."""
+def environment(*, log_file: Path, cuda: bool, threads: int, runner: int | None) -> dict[str, str]:
+    """Variables of every Ray worker of a run; `threads` is of one process, `runner` as `computing` has it."""
     common = {
-        **computing(cuda=cuda, threads=threads, hybrid=hybrid),
+        **computing(cuda=cuda, threads=threads, runner=runner),
         "SKYRL_LOG_FILE": str(log_file),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -212,7 +212,7 @@ def _experts(cut: tuple[str, ...], decoder: str) -> TopologyClaim:
     return TopologyClaim(axis="ep", kind="invariant", degrees=EXPERT_DEGREES, proof=(*cut, decoder))
 
 
-def deployment(launch: LaunchConfig, cfg: Any, hybrid: bool) -> dict[str, Any]:
+def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
     """What is proven not to change a bit, but has to be what was asked for."""
     trainer, engine = launch.topology.trainer, cfg.generator.inference_engine
     cuda, threads = launch.runtime.device == "cuda", launch.runtime.threads
@@ -231,7 +231,7 @@ def deployment(launch: LaunchConfig, cfg: Any, hybrid: bool) -> dict[str, Any]:
             "tp": launch.topology.engine.tp,
             "worker_class": worker_class(launch.runtime.device),
         },
-        "environment": {**computing(cuda=cuda, threads=threads, hybrid=hybrid), **WATCHED},
+        "environment": {**computing(cuda=cuda, threads=threads, runner=launch.runtime.runner), **WATCHED},
         "seeds": {"requests": launch.run.seeded_requests, "run": cfg.trainer.seed},
         "threads": launch.runtime.threads,
         "trainer": {
@@ -265,7 +265,7 @@ def compose_contract(launch: LaunchConfig, cfg: Any, config: DecoderConfig) -> C
         GDN[launch.kernels.gdn],
         launch.schedule,
         cfg.generator.sampling_params.temperature,
-        deployment(launch, cfg, config.hybrid),
+        deployment(launch, cfg),
     )
     validate(contract)
     return contract
@@ -343,8 +343,7 @@ def against_installation(contract: Contract) -> list[str]:
     except (ValueError, KeyError, TypeError) as error:
         return [f"this contract cannot be composed here: {error}"]
     problems = [f"here it would differ: {line}" for line in diff(contract, again)]
-    cuda, hybrid = contract.deployment.get("device") == "cuda", again.model.fields["full_attention_interval"] != 1
-    variables = computing(cuda=cuda, threads=1, hybrid=hybrid)
+    variables = computing(cuda=contract.deployment.get("device") == "cuda", threads=1, runner=1)
     needed = (*DEPLOYED, *(f"environment.{name}" for name in variables))
     missing = [key for key in needed if not _has(contract.deployment, key)]
     problems += [f"deployment.{key} is missing" for key in missing]

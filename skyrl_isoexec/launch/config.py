@@ -204,10 +204,17 @@ class RuntimeConfig:
     """Memory of one engine worker's KV cache."""
     object_store_mib: int
     """Memory of Ray's object store."""
+    runner: int
+    """vLLM's model runner of our model's engine on a GPU, 1 or 2; a CPU has the first, and so have recurrent layers."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "page_size", "kv_cache_mib", "object_store_mib"):
             _require(getattr(self, name) > 0, f"runtime.{name} {getattr(self, name)} is not positive")
+        runners = (1, 2) if self.device == "cuda" else (1,)
+        _require(
+            self.runner in runners,
+            f"runtime.runner={self.runner} is none of {', '.join(map(str, runners))}, which vLLM has on {self.device}",
+        )
         _require(
             self.device == "cuda" or self.transport == "gloo",
             f"runtime.transport={self.transport} needs runtime.device=cuda; set runtime.transport=gloo, or choose "

@@ -112,8 +112,8 @@ def _train(launch: LaunchConfig, cfg: Any, contract: Contract | None, logs: Path
         write_contract(contract, launch.run_dir)
     print(f"run folder {launch.run_dir}", flush=True)
     cuda = launch.runtime.device == "cuda"
-    hybrid = None if contract is None else contract.model.fields["full_attention_interval"] != 1
-    variables = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads, hybrid=hybrid)
+    runner = None if contract is None else launch.runtime.runner
+    variables = environment(log_file=logs / WORKERS_LOG, cuda=cuda, threads=launch.runtime.threads, runner=runner)
     with Cluster(cfg, variables, cuda=cuda, object_store_mib=launch.runtime.object_store_mib):
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in the place
         experiment = Experiment(cfg, run_dir=launch.run_dir, seeded=launch.run.seeded_requests, contract=contract)

@@ -137,3 +137,14 @@ def test_a_hybrid_has_pages_for_its_states_and_stock_the_whole_model(tmp_path: P
     }
     assert whole["tie_word_embeddings"] is True and "vision_config" not in whole
     assert stock_folder(asked(tmp_path, "stock", LLAMA), made) == str(tmp_path)
+
+
+def test_a_stock_engine_reads_how_many_layers_are_dense(tmp_path: Path) -> None:
+    """vLLM's class asks for fields by their names before transformers 5; all others are as they were."""
+    fields = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "sparse"], "hidden_size": 8}
+    question = asked(tmp_path, "stock", fields)
+    made = tmp_path / "stock"
+    made.mkdir()
+    assert stock_folder(question, made) == str(made)
+    added = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    assert json.loads((made / "config.json").read_text()) == fields | added

@@ -81,15 +81,22 @@ LATENT = {name: value for name, value in HF.items() if name != "head_dim"} | {
     "tie_word_embeddings": False,
 }
 MODELS = {"qwen3": HF, "qwen3_5": HYBRID, "glm4_moe_lite": LATENT}
+RUNS = (("qwen3", 2), ("qwen3", 1), ("qwen3_5", 1), ("glm4_moe_lite", 2))
+"""Families, and vLLM's model runner."""
 PAGES = {"qwen3": 150, "qwen3_5": 48, "glm4_moe_lite": 150}
 """Too few for `PRESSED` long sequences."""
 PRESSED = 24
 CHANGED = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight")
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def family(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}-runner-{run[1]}")
+def run(request: pytest.FixtureRequest) -> tuple[str, int]:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def family(run: tuple[str, int]) -> str:
+    return run[0]
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +136,11 @@ def folders(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 
 @pytest.fixture(scope="module")
-def engine(family: str, pages: Any, page_size: int, folders: list[Path]) -> Iterator[Any]:
+def engine(run: tuple[str, int], pages: Any, page_size: int, folders: list[Path]) -> Iterator[Any]:
     from skyrl_isoexec.runtimes.vllm.settings import EngineSettings, cuda_environment
 
-    before = dict(os.environ)
-    os.environ.update(
-        cuda_environment(hybrid=pages is not None), VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1"
-    )
+    before, (family, runner) = dict(os.environ), run
+    os.environ.update(cuda_environment(runner=runner), VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
     from vllm import LLM
 
     settings = EngineSettings(family=family, kernels="kernel", schedule=SCHEDULE)

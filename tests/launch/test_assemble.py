@@ -76,7 +76,10 @@ def test_an_engine_on_a_gpu_captures_and_compiles_nothing(assembled: Any, monkey
     assert not {"weight_transfer_config", "num_gpu_blocks_override", "enable_sleep_mode"} & arguments.keys()
     assert {entry.impl.id.split(".")[1] for entry in contract.composition} == {"kernel", "torch"}
     assert contract.deployment["engine"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
-    assert contract.deployment["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert contract.deployment["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    other, _ = assembled(*CUDA, "runtime.runner=2")
+    assert other.deployment["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert other.identities.numerical_policy == contract.identities.numerical_policy
     _, gloo = assembled(*CUDA, "runtime.transport=gloo")
     assert gloo.generator.inference_engine.engine_init_kwargs["weight_transfer_config"] == {"backend": "gloo"}
 

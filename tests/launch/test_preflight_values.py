@@ -287,6 +287,17 @@ def test_heads_and_blocks_that_a_gpu_does_not_have(override: str, named: str) ->
         model.widths(model.planned(launch), launch)
 
 
+def test_recurrent_layers_in_the_second_runner() -> None:
+    """vLLM's second runner has no pages of states; a CPU has only the first."""
+    launch, _ = compose([*GPU, "runtime.runner=2"])
+    model.runner(model.planned(launch), launch)
+    launch, _ = compose([*GPU, "runtime.runner=2", "model=tiny_hybrid"])
+    with pytest.raises(ValueError, match="runtime.runner=2 has no pages of states.*qwen3_5 need; set runtime.runner=1"):
+        model.runner(model.planned(launch), launch)
+    with pytest.raises(ValueError, match="runtime.runner=2 is none of 1, which vLLM has on cpu"):
+        compose(["+exec=isoexec", "runtime.runner=2"])
+
+
 def test_latent_widths_that_a_gpu_does_not_have() -> None:
     pytest.importorskip("triton")
     launch, _ = compose([*GPU, "model=tiny_mla"])

@@ -271,6 +271,15 @@ def widths(config: DecoderConfig, launch: LaunchConfig) -> None:
         raise Refusal(f"kernels.impl={launch.kernels.impl}: {error}; choose what it has, or another model") from error
 
 
+def runner(config: DecoderConfig, launch: LaunchConfig) -> None:
+    """Refuse recurrent layers in a runner of vLLM that has no pages of states."""
+    if launch.exec.name == "isoexec" and config.hybrid and launch.runtime.runner != 1:
+        raise Refusal(
+            f"runtime.runner={launch.runtime.runner} has no pages of states, which the layers of family "
+            f"{config.family} need; set runtime.runner=1"
+        )
+
+
 def cache(cfg: Any, config: DecoderConfig, launch: LaunchConfig) -> None:
     """Refuse fewer pages, where they were counted by hand, than one sequence of the longest kind takes."""
     engine = cfg.generator.inference_engine

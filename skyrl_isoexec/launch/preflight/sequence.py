@@ -71,6 +71,7 @@ def _fits(launch: LaunchConfig, cfg: Any, config: Any) -> None:
     model.transport(config, launch)
     model.states(config, launch)
     model.widths(config, launch)
+    model.runner(config, launch)
     model.cache(cfg, config, launch)
 
 

@@ -138,8 +138,8 @@ def _graph_rules(vllm_config: VllmConfig, hybrid: bool) -> tuple[Rule, ...]:
         (
             "VLLM_USE_V2_MODEL_RUNNER",
             int(vllm_config.use_v2_model_runner),
-            vllm_config.use_v2_model_runner != hybrid,
-            "0 for a model with recurrent layers" if hybrid else "1 for a model without recurrent layers",
+            not (vllm_config.use_v2_model_runner and hybrid),
+            "0: that runner has no pages of states",
         ),
         ("enable_dbo", ubatching, not ubatching, "off"),
     )

@@ -45,14 +45,14 @@ on a CPU: with it vLLM turns chunked prefill off, for our model too.
 """
 
 
-def cuda_environment(*, hybrid: bool | None) -> dict[str, str]:
-    """The same for a CUDA engine, of our model with recurrent layers or without; for None, of a stock one.
+def cuda_environment(*, runner: int | None) -> dict[str, str]:
+    """The same for a CUDA engine of our model with vLLM's first or second runner; for None, of a stock one.
 
     vLLM's flashinfer sampler gives no log-probabilities and compiles itself at run time. Its second runner is the
     faster one, and vLLM's own choice for dense models; it has no pages of states yet.
     """
-    runner = {} if hybrid is None else {"VLLM_USE_V2_MODEL_RUNNER": str(int(not hybrid))}
-    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | runner
+    chosen = {} if runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | chosen
 
 
 CACHE_MODE = "all"

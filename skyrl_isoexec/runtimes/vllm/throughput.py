@@ -89,7 +89,7 @@ def environment(question: Question) -> dict[str, str]:
     if question.device == "cpu":
         return CPU_ENVIRONMENT
     hybrid = from_hf(read_config(Path(question.model))).hybrid
-    return cuda_environment(hybrid=None if question.arm == "stock" else hybrid)
+    return cuda_environment(runner=None if question.arm == "stock" else 1 if hybrid else 2)
 
 
 WHOLE = {
@@ -99,12 +99,23 @@ WHOLE = {
 """Text parts that vLLM 0.23.0 has within a whole model alone -> its type and class."""
 
 
+def _dense_first(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {"first_k_dense_replace": fields["mlp_layer_types"].count("dense"), "num_nextn_predict_layers": 0}
+
+
+ADDED = {"glm4_moe_lite": _dense_first}
+"""Type -> fields that vLLM 0.23.0 reads as they were named before transformers 5, from what a configuration says."""
+
+
 def stock_folder(question: Question, folder: Path) -> str:
     """Where stock vLLM reads the model. For a text part, a configuration of the whole, of which it builds no tower.
 
     Its module imports torchvision, without which the arm fails.
     """
     fields: Mapping[str, Any] = read_config(Path(question.model))
+    if (added := ADDED.get(fields["model_type"])) is not None:
+        (folder / CONFIG).write_text(json.dumps(dict(fields) | added(fields)), encoding="utf-8")
+        return str(folder)
     if fields["model_type"] not in WHOLE:
         return question.model
     kind, architecture = WHOLE[fields["model_type"]]
