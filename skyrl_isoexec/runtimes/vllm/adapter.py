@@ -42,6 +42,8 @@ class IsoExecForCausalLM(Decoder):
 
     is_hybrid: ClassVar[bool] = False
     """Whether layers have recurrent states: vLLM asks the class, before there is a model."""
+    joined_on: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Devices whose kernels read weights as they are, so that linears of one input are joined."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         settings = EngineSettings.from_additional_config(vllm_config.additional_config)
@@ -54,7 +56,7 @@ class IsoExecForCausalLM(Decoder):
         device = vllm_config.device_config.device
         super().__init__(config, kernels, tensor_axis(), settings.schedule, device=device)
         self.requires_grad_(False)
-        if vllm_config.device_config.device_type == "cuda":
+        if vllm_config.device_config.device_type in self.joined_on:
             self.join()
         table = self.cos_sin_PR
         del self.cos_sin_PR

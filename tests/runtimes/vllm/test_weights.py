@@ -24,10 +24,31 @@ def sender(engine):
     return joined[0]
 
 
-@pytest.fixture
-def engine(start, checkpoint):
-    """An engine that holds the weights of seed 0."""
-    return start(checkpoint("float32"), "float32", weight_transfer_config={"backend": "gloo"})
+@pytest.fixture(params=["apart", "joined"])
+def engine(request, start, checkpoint, monkeypatch):
+    """An engine that holds the weights of seed 0; on a GPU linears of one input are parts of one tensor."""
+    from skyrl_isoexec.runtimes.vllm.adapter import IsoExecForCausalLM
+
+    if request.param == "joined":
+        monkeypatch.setattr(IsoExecForCausalLM, "joined_on", ("cpu",))
+    made = start(checkpoint("float32"), "float32", weight_transfer_config={"backend": "gloo"})
+    assert made.apply_model(_num_joined) == [2 * 2 if request.param == "joined" else 0]
+    return made
+
+
+def _num_joined(model) -> int:
+    """Modules that compute by one product; their parameters are parts of its weight, in order."""
+    parts = [module for module in model.modules() if getattr(module, "joined", None) is not None]
+    for module in parts:
+        names = ("q_proj", "k_proj", "v_proj") if hasattr(module, "q_proj") else ("gate_proj", "up_proj")
+        whole, lies = module.joined.weight, [getattr(module, name).weight for name in names]
+        begins = [whole.data_ptr() + whole.element_size() * whole.stride(0) * n for n in _starts(lies)]
+        assert [weight.data_ptr() for weight in lies] == begins and sum(map(len, lies)) == len(whole)
+    return len(parts)
+
+
+def _starts(weights) -> list[int]:
+    return [sum(map(len, weights[:i])) for i in range(len(weights))]
 
 
 def read(folder) -> dict:
@@ -70,6 +91,7 @@ def _addresses(model) -> dict[str, int]:
     packed = {name: m.packed.data_ptr() for name, m in model.named_modules() if isinstance(m, torch.nn.Module)
               and isinstance(getattr(m, "packed", None), torch.Tensor)}  # fmt: skip
     assert len(packed) > 10
+    _num_joined(model)
     return pairs | {f"{name} packed": address for name, address in packed.items()}
 
 
