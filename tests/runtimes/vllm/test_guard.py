@@ -59,6 +59,20 @@ def test_a_request_runs_from_start_to_end() -> None:
     assert guard.pages.keys() == {1, 2, 3, 7} and not guard.requests
 
 
+def test_a_preempted_request_that_comes_as_a_new_one() -> None:
+    """vLLM's second runner is sent it whole: it finds its own pages again, but not those of another commit."""
+    guard = synced()
+    run(guard, step(new("a", [1, 2], isoexec_epoch=3)), step(cached={"a": ([3], 32)}))
+    run(guard, step(new("a", [1, 2, 7], computed=32, isoexec_epoch=3)), step(cached={"a": (None, 33)}))
+    assert guard.requests == {"a"} and guard.pages.keys() == {1, 2, 3, 7}
+    for computed in (32, 0):
+        again = synced(3, synced(3))
+        run(again, step(new("a", [1, 2], isoexec_epoch=3)))
+        synced(3, again)
+        with pytest.raises(GuardError, match="request a: it was admitted under epoch 3, commit 2, .* commit 3"):
+            run(again, step(new("a", [1, 2, 7], computed=computed, isoexec_epoch=3)))
+
+
 def test_a_page_that_another_request_writes_in_the_same_step() -> None:
     """vLLM may cache a page before it is written: the reader is reviewed after all writers, in either order."""
     writer, reader = new("w", [4, 5], isoexec_epoch=3), new("r", [4, 6], computed=16, isoexec_epoch=3)
