@@ -147,7 +147,7 @@ if wanted tests; then
         CUDA_VISIBLE_DEVICES=$(gpu tests) stage "tests_$name" 560 nice -n 10 "$python" -m pytest "tests/gpu/test_$name.py" -n 4 -q \
             -p no:cacheprovider --timeout 280 &
     done
-    [ -n "${TESTS:-}" ] || for name in "qwen3_5" "glm" "not qwen3_5 and not glm"; do
+    [ -n "${TESTS:-}" ] || for name in "qwen3-runner" "qwen3_5" "glm"; do
         CUDA_VISIBLE_DEVICES=$(gpu tests) stage "tests_engine_${name// /_}" 300 nice -n 10 "$python" -m pytest \
             tests/gpu/test_engine.py -k "$name" -q -p no:cacheprovider --timeout 280 &
     done

@@ -2,7 +2,8 @@
 """One model on one GPU, checked end to end without a launcher: what `gpu_all.sh` runs of it, stage by stage.
 
     python scripts/gpu_smollm2.py site FOLDER              entry points and patches for packages that lie in a folder
-    python scripts/gpu_smollm2.py offline MODEL OUT.json   our engine against the trainer's decoder, to the bit
+    python scripts/gpu_smollm2.py offline MODEL OUT.json   our engine against the trainer's decoder, to the bit; vLLM's
+                                                           second model runner with RUNNER=2 in the environment
     python scripts/gpu_smollm2.py native MODEL OUT.json    stock vLLM against transformers, for comparison
     python scripts/gpu_smollm2.py table FOLDER             what the stages left, in a few lines
 
@@ -220,7 +221,7 @@ def offline(model: Path, out: Path) -> int:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
     from skyrl_isoexec.runtimes.vllm.settings import CPU_ENVIRONMENT, EngineSettings, cuda_environment
 
-    os.environ.update(CPU_ENVIRONMENT | cuda_environment(runner=2))
+    os.environ.update(CPU_ENVIRONMENT | cuda_environment(runner=int(os.environ.get("RUNNER", "1"))))
     import torch
     from vllm import LLM
 

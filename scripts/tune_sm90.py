@@ -235,20 +235,31 @@ def best(result: dict) -> list[str]:
     return [tile for _ms, tile in sorted(timed)]
 
 
+def merged(old: list[list], new: dict[int, list[str]]) -> list[list]:
+    """Rows [largest M, tiles] of a shape: numbers of rows that were measured have their winner, others what they had."""
+
+    def had(num_m: int) -> list[str]:
+        return next(tiles for last, tiles in old if last is None or num_m <= last)
+
+    rows: list[list] = []
+    for num_m, tiles in [*((m, new.get(m) or had(m)) for m in ROWS), (None, new.get(ROWS[-1]) or old[-1][1])]:
+        if rows and rows[-1][1] == tiles:
+            rows[-1][0] = num_m
+        else:
+            rows.append([num_m, tiles])
+    return rows
+
+
 def write_table(path: Path, results: list[dict], made: dict[str, str]) -> None:
-    """Replace the rows of the shapes that were measured by their winners; "default" and other shapes stay."""
+    """Put the winners of what was measured in their places: other numbers of rows, shapes and "default" stay."""
     data = json.loads(path.read_text(encoding="utf-8"))
-    found: dict[str, list] = {}
-    for result in sorted(results, key=lambda r: (r["n"], r["k"], r["leaves"], r["m"])):
-        rows, tiles = found.setdefault(f"{result['n']} {result['k']} {result['leaves']}", []), best(result)[:1]
-        if tiles and rows and rows[-1][1] == tiles:
-            rows[-1][0] = result["m"]
-        elif tiles:
-            rows.append([result["m"], tiles])
-    for rows in filter(None, found.values()):
-        rows[-1][0] = None
     default = data["shapes"].pop("default")
-    shapes = data["shapes"] | {shape: rows for shape, rows in found.items() if rows}
+    shapes = data["shapes"]
+    for shape in sorted({f"{r['n']} {r['k']} {r['leaves']}" for r in results}):
+        new = {r["m"]: best(r)[:1] for r in results if f"{r['n']} {r['k']} {r['leaves']}" == shape and best(r)}
+        shapes[shape] = merged(shapes.get(shape, default), new)
+    before = data["made"] if isinstance(data["made"], list) else [data["made"]]
+    made = [*before, made]
     lines = [f"{json.dumps(shape)}: {json.dumps(rows)}" for shape, rows in sorted(shapes.items())]
     lines.append('"default": [\n' + ",\n".join(json.dumps(row) for row in default) + "\n]")
     text = '{\n"made": ' + json.dumps(made) + ',\n"shapes": {\n' + ",\n".join(lines) + "\n}\n}\n"

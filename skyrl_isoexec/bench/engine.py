@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace, ask: Callable[..., dict[str, Any]] = ask)
         "prompt": arguments.prompt,
         "tokens": arguments.tokens,
         "repeats": arguments.repeats,
+        "runner": arguments.runner,
     }
     answers: dict[str, dict[str, Any]] = {}
     for arm in arguments.arms:
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens that are decoded")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's, of our model: runtime.runner")
     parser.add_argument("--seconds", type=float, default=600, help="limit of one arm")
     parser.add_argument("--out", type=Path, default=Path("bench_engine.json"), help="JSON with every number")
     parser.set_defaults(run=run)

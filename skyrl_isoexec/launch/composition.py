@@ -219,7 +219,7 @@ def deployment(launch: LaunchConfig, cfg: Any) -> dict[str, Any]:
     return {
         "device": launch.runtime.device,
         "engine": {
-            **(_graphs(engine.enforce_eager) if cuda else {}),
+            **({**_graphs(engine.enforce_eager), "runner": launch.runtime.runner} if cuda else {}),
             "block_size": launch.runtime.page_size,
             "enable_chunked_prefill": engine.enable_chunked_prefill,
             "enable_prefix_caching": engine.enable_prefix_caching,

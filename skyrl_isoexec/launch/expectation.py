@@ -32,7 +32,7 @@ ENGINE_OPTIONS = (
 )
 ENFORCED = {"engine.enforce": True, "engine.logits_processors": ""}
 """What every engine of a contract has: a guard, and nobody else's code between logits and tokens."""
-GRAPH_OPTIONS = ("compilation_mode", "cudagraph_mode")
+GRAPH_OPTIONS = ("compilation_mode", "cudagraph_mode", "runner")
 """Options that only an engine on a GPU has."""
 PLUGIN = ("architecture", "attention", "transfer", "log_softmax")
 

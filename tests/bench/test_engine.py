@@ -141,10 +141,11 @@ def test_a_hybrid_has_pages_for_its_states_and_stock_the_whole_model(tmp_path: P
 
 def test_a_stock_engine_reads_how_many_layers_are_dense(tmp_path: Path) -> None:
     """vLLM's class asks for fields by their names before transformers 5; all others are as they were."""
-    fields = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "sparse"], "hidden_size": 8}
-    question = asked(tmp_path, "stock", fields)
+    fields = {"model_type": "glm4_moe_lite", "hidden_size": 8}
+    new = fields | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    published = fields | {"first_k_dense_replace": 2}
     made = tmp_path / "stock"
     made.mkdir()
-    assert stock_folder(question, made) == str(made)
-    added = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-    assert json.loads((made / "config.json").read_text()) == fields | added
+    for given, added in ((new, {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}), (published, {})):
+        assert stock_folder(asked(tmp_path, "stock", given), made) == str(made)
+        assert json.loads((made / "config.json").read_text()) == given | added

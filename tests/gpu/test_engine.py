@@ -81,7 +81,7 @@ LATENT = {name: value for name, value in HF.items() if name != "head_dim"} | {
     "tie_word_embeddings": False,
 }
 MODELS = {"qwen3": HF, "qwen3_5": HYBRID, "glm4_moe_lite": LATENT}
-RUNS = (("qwen3", 2), ("qwen3", 1), ("qwen3_5", 1), ("glm4_moe_lite", 2))
+RUNS = (("qwen3", 1), ("qwen3", 2), ("qwen3_5", 1), ("glm4_moe_lite", 1), ("glm4_moe_lite", 2))
 """Families, and vLLM's model runner."""
 PAGES = {"qwen3": 150, "qwen3_5": 48, "glm4_moe_lite": 150}
 """Too few for `PRESSED` long sequences."""

@@ -294,6 +294,9 @@ def test_recurrent_layers_in_the_second_runner() -> None:
     launch, _ = compose([*GPU, "runtime.runner=2", "model=tiny_hybrid"])
     with pytest.raises(ValueError, match="runtime.runner=2 has no pages of states.*qwen3_5 need; set runtime.runner=1"):
         model.runner(model.planned(launch), launch)
+    launch, _ = compose([*GPU[1:], "+exec=native", "runtime.runner=2"])
+    with pytest.raises(ValueError, match="runtime.runner=2 is of our model's engine; with exec=native vLLM chooses"):
+        model.runner(model.planned(launch), launch)
     with pytest.raises(ValueError, match="runtime.runner=2 is none of 1, which vLLM has on cpu"):
         compose(["+exec=isoexec", "runtime.runner=2"])
 

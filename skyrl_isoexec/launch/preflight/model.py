@@ -272,8 +272,15 @@ def widths(config: DecoderConfig, launch: LaunchConfig) -> None:
 
 
 def runner(config: DecoderConfig, launch: LaunchConfig) -> None:
-    """Refuse recurrent layers in a runner of vLLM that has no pages of states."""
-    if launch.exec.name == "isoexec" and config.hybrid and launch.runtime.runner != 1:
+    """Refuse recurrent layers in a runner of vLLM that has no pages of states, and a choice that nobody reads."""
+    if launch.runtime.runner == 1:
+        return
+    if launch.exec.name != "isoexec":
+        raise Refusal(
+            f"runtime.runner={launch.runtime.runner} is of our model's engine; with exec={launch.exec.name} vLLM "
+            "chooses its runner itself: leave the key out"
+        )
+    if config.hybrid:
         raise Refusal(
             f"runtime.runner={launch.runtime.runner} has no pages of states, which the layers of family "
             f"{config.family} need; set runtime.runner=1"

@@ -150,7 +150,9 @@ class IsoExecForCausalLM(Decoder):
                 "update have come, or the last update was refused"
             )
         if not has_logprobs(self.kernels):
-            raise RuntimeError("another model of this process replaced the log-softmax; run one engine per process")
+            raise RuntimeError(
+                "another model of this process replaced the log-probabilities; run one engine per process"
+            )
 
 
 class IsoExecHybridForCausalLM(IsoExecForCausalLM):

@@ -54,6 +54,11 @@ def engine_facts(worker: Any) -> dict[str, Fact]:
     }
 
 
+def runner(worker: Any) -> int:
+    """Which of vLLM's model runners a worker has, by its class: the second one's lie in a package of their own."""
+    return 2 if type(worker.model_runner).__module__.startswith("vllm.v1.worker.gpu.") else 1
+
+
 def foreign_processors(worker: Any) -> str:
     """Classes in the live sampler that change logits and are not vLLM's own; vLLM also loads those of any package.
 
@@ -61,7 +66,7 @@ def foreign_processors(worker: Any) -> str:
     """
     from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
-    if worker.vllm_config.use_v2_model_runner:
+    if runner(worker) == 2:
         from vllm.v1.worker.gpu.sample.sampler import Sampler
 
         kind = type(worker.model_runner.sampler)
@@ -98,6 +103,7 @@ def graph_facts(worker: Any) -> dict[str, Fact]:
         **device_facts(),
         "engine.compilation_mode": compilation.mode.name,
         "engine.cudagraph_mode": compilation.cudagraph_mode.name,
+        "engine.runner": runner(worker),
     }
 
 

@@ -44,6 +44,8 @@ class Question:
     """Timed runs of each number of sequences; medians are given."""
     kv_cache_mib: int = 16384
     """Memory of the cache."""
+    runner: int = 1
+    """vLLM's model runner of the unified model; stock vLLM chooses its own."""
     implementation: str = "kernel"
     """Kernels of the unified model."""
     device: str = "cuda"
@@ -88,8 +90,7 @@ def environment(question: Question) -> dict[str, str]:
     """Variables of an arm that vLLM reads when it is imported; a stock engine on a GPU chooses its runner itself."""
     if question.device == "cpu":
         return CPU_ENVIRONMENT
-    hybrid = from_hf(read_config(Path(question.model))).hybrid
-    return cuda_environment(runner=None if question.arm == "stock" else 1 if hybrid else 2)
+    return cuda_environment(runner=None if question.arm == "stock" else question.runner)
 
 
 WHOLE = {
@@ -100,11 +101,13 @@ WHOLE = {
 
 
 def _dense_first(fields: Mapping[str, Any]) -> dict[str, int]:
+    if "mlp_layer_types" not in fields:
+        return {}
     return {"first_k_dense_replace": fields["mlp_layer_types"].count("dense"), "num_nextn_predict_layers": 0}
 
 
 ADDED = {"glm4_moe_lite": _dense_first}
-"""Type -> fields that vLLM 0.23.0 reads as they were named before transformers 5, from what a configuration says."""
+"""Type -> fields that vLLM 0.23.0 reads as they were named before transformers 5, from a configuration of today."""
 
 
 def stock_folder(question: Question, folder: Path) -> str:

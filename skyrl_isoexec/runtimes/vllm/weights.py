@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from skyrl_isoexec.model.decoder import EMBEDDING_NAME, HEAD_NAME, Decoder
 from skyrl_isoexec.model.digest import tensor_digest
 from skyrl_isoexec.model.families import lookup
+from skyrl_isoexec.model.layers import ColumnLinear
 from skyrl_isoexec.model.pieces import Pieces
 from skyrl_isoexec.model.rope import rope_table
 from skyrl_isoexec.model.weights import LoadError, layout
@@ -161,6 +162,12 @@ class WeightLoader:
         stale = [name for name, module in self.decoder.named_modules() if not _packed_is_fresh(module)]
         if stale:
             raise LoadError(f"layouts derived from other weights than those in place: {', '.join(stale[:MAX_NAMES])}")
+        apart = [name for name, module in self.decoder.named_modules() if not is_joined_whole(module)]
+        if apart:
+            raise LoadError(
+                f"parameters no longer lie in the joined weight that computes them: {', '.join(apart[:MAX_NAMES])}; "
+                "whatever changes weights has to write them in place"
+            )
         if not torch.equal(bit_view(self.decoder.cos_sin_PR.cpu()), bit_view(expected_table(self.decoder))):
             raise LoadError("the rotary table in memory is not the one that the configuration gives")
 
@@ -176,6 +183,22 @@ def _packed_is_fresh(module: torch.nn.Module) -> bool:
     if packed is None:
         return True
     return torch.equal(bit_view(module.place.kernels.pack(module.weight.detach())), bit_view(packed))
+
+
+def is_joined_whole(module: torch.nn.Module) -> bool:
+    """Whether every part of a module's joined weight and bias, if it has them, is the memory of a parameter of it."""
+    joined = getattr(module, "joined", None)
+    if joined is None:
+        return True
+    linears = [child for child in module.children() if isinstance(child, ColumnLinear)]
+    for kind in ("weight", "bias"):
+        whole = getattr(joined, kind)
+        if whole is None:
+            continue
+        lie = {(p.data_ptr(), tuple(p.shape)) for p in (getattr(linear, kind) for linear in linears) if p is not None}
+        if any((part.data_ptr(), tuple(part.shape)) not in lie for part in whole.split(joined.sizes)):
+            return False
+    return True
 
 
 def _make_loader(rank: int) -> Callable[[torch.nn.Parameter, torch.Tensor], None]:

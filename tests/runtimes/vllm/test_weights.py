@@ -176,3 +176,32 @@ def test_tied_head(start, checkpoint, reference, prompts, generate, compare):
     head["lm_head.weight"][5, 5] += 1
     with pytest.raises(Exception, match="lm_head.weight differs"):
         engine.apply_model(lambda model: model.load_weights(list((head | tensors).items())))
+
+
+@pytest.mark.parametrize("engine", ["joined"], indirect=True)
+def test_a_parameter_that_leaves_its_joined_weight(engine):
+    """Its digest would be right, and what is computed another: the commit of a sync refuses it, by name."""
+
+    def check(model) -> str | None:
+        from skyrl_isoexec.model.weights import LoadError
+
+        try:
+            model.loader.check()
+        except LoadError as error:
+            return str(error)
+        return None
+
+    assert engine.apply_model(check) == [None]
+    for name in ("k_proj.weight", "gate_proj.weight"):
+
+        def leave(model, name=name) -> tuple:
+            held = next(p for found, p in model.named_parameters() if found.endswith(name))
+            whole, held.data = held.data, held.data.clone()
+            return held, whole
+
+        ((parameter, whole),) = engine.apply_model(leave)
+        (said,) = engine.apply_model(check)
+        parts = {"k_proj.weight": "self_attn", "gate_proj.weight": "mlp"}
+        assert f"joined weight that computes them: model.layers.0.{parts[name]};" in said
+        parameter.data = whole
+        assert engine.apply_model(check) == [None]
