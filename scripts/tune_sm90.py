@@ -236,7 +236,7 @@ def best(result: dict) -> list[str]:
 
 
 def merged(old: list[list], new: dict[int, list[str]]) -> list[list]:
-    """Rows [largest M, tiles] of a shape: numbers of rows that were measured have their winner, others what they had."""
+    """Rows [largest M, tiles] of a shape: numbers of rows that were measured have their winner, all others theirs."""
 
     def had(num_m: int) -> list[str]:
         return next(tiles for last, tiles in old if last is None or num_m <= last)
