@@ -111,7 +111,7 @@ if wanted gates; then
 fi
 stage host 60 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))'
 cat "$logs/host.log"
-stage site 60 "$python" scripts/gpu_smollm2.py site "$site" || cat "$logs/site.log"
+stage site 60 "$python" scripts/gpu_smollm2.py site "$site" || cat "$logs/site.log" # a run without a package fails late
 if [ -f "$model" ]; then
     stage model 90 "$python" scripts/smollm2.py model --gguf "$model" --out "$logs/smollm2" || cat "$logs/model.log"
     model=$logs/smollm2

@@ -12,6 +12,7 @@ preempted. Each asserts that what it claims has happened.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import random
@@ -36,8 +37,27 @@ COUNTERS = ("num_preemptions", "prefix_cache_hits")
 DISTRIBUTION = "skyrl_isoexec-0.1.0.dist-info"
 
 
+def lacking(folder: Path, requirements: str) -> list[str]:
+    """Lines "name==version" of requirements of which neither a folder nor this Python has that version."""
+    have: dict[str, str] = {}
+    for found in importlib.metadata.distributions(path=[str(folder), *sys.path]):
+        have.setdefault(_normal(found.metadata["Name"] or ""), found.version)  # the first on the path is imported
+    asked = [line.split("#")[0].strip() for line in requirements.splitlines()]
+    return [line for line in asked if line and have.get(_normal(line.split("==")[0])) != line.partition("==")[2]]
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
 def site(folder: Path) -> int:
-    """Make the packages of a folder a host of this checkout: its entry points are found, its patches applied."""
+    """Make the packages of a folder a host of this checkout: its entry points are found, its patches applied.
+
+    1 if it lacks a package that a run needs, each of which is named.
+    """
+    needed = (ROOT / "requirements" / "gpu-host.txt").read_text(encoding="utf-8")
+    for line in (missing := lacking(folder, needed)):
+        print(f"neither {folder} nor this Python has {line}, of requirements/gpu-host.txt; install it", file=sys.stderr)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / DISTRIBUTION
     info.mkdir(exist_ok=True)
@@ -50,7 +70,7 @@ def site(folder: Path) -> int:
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
     )
     command = [sys.executable, "-m", "skyrl_isoexec", "patches", "apply", "--site", str(folder)]
-    return subprocess.run([*command, "vllm", "megatron-core"], cwd=ROOT, check=False).returncode
+    return subprocess.run([*command, "vllm", "megatron-core"], cwd=ROOT, check=False).returncode or int(bool(missing))
 
 
 def prompts(model: Path) -> list[list[int]]:
