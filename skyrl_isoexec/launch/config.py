@@ -210,10 +210,12 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         for name in ("threads", "page_size", "kv_cache_mib", "object_store_mib"):
             _require(getattr(self, name) > 0, f"runtime.{name} {getattr(self, name)} is not positive")
-        runners = (1, 2) if self.device == "cuda" else (1,)
         _require(
-            self.runner in runners,
-            f"runtime.runner={self.runner} is none of {', '.join(map(str, runners))}, which vLLM has on {self.device}",
+            self.runner in (1, 2), f"runtime.runner={self.runner} is none of vLLM's model runners; set it to 1 or 2"
+        )
+        _require(
+            self.device == "cuda" or self.runner == 1,
+            f"runtime.runner={self.runner} needs runtime.device=cuda; leave it out, or choose runtime=cuda",
         )
         _require(
             self.device == "cuda" or self.transport == "gloo",

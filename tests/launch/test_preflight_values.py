@@ -297,8 +297,10 @@ def test_recurrent_layers_in_the_second_runner() -> None:
     launch, _ = compose([*GPU[1:], "+exec=native", "runtime.runner=2"])
     with pytest.raises(ValueError, match="runtime.runner=2 is of our model's engine; with exec=native vLLM chooses"):
         model.runner(model.planned(launch), launch)
-    with pytest.raises(ValueError, match="runtime.runner=2 is none of 1, which vLLM has on cpu"):
+    with pytest.raises(ValueError, match="runtime.runner=2 needs runtime.device=cuda; leave it out"):
         compose(["+exec=isoexec", "runtime.runner=2"])
+    with pytest.raises(ValueError, match="runtime.runner=3 is none of vLLM's model runners; set it to 1 or 2"):
+        compose([*GPU, "runtime.runner=3"])
 
 
 def test_latent_widths_that_a_gpu_does_not_have() -> None:
