@@ -171,14 +171,14 @@ fi
 if wanted engines; then
     (export CUDA_VISIBLE_DEVICES=$(gpu engines)
     while wanted bench && [ ! -f "$logs/bench.done" ] && [ "$SECONDS" -lt "$deadline" ]; do sleep 1; done # one is timed
-    stage engine_smollm2 300 "$python" -m skyrl_isoexec.bench engine "$model" --seconds 100 --repeats 3 \
+    stage engine_smollm2 300 "$python" -m skyrl_isoexec.bench engine "$model" --profiled 128 --seconds 100 --repeats 3 \
         --out "$logs/engine_smollm2.json"
     for part in hybrid moe mla; do
         if ! wanted "$part"; then continue; fi
         until [ -f "$logs/$part.made" ] || [ "$SECONDS" -ge "$deadline" ]; do sleep 1; done
         [ "$(cat "$logs/$part.made")" = 0 ] || continue
         stage "engine_$part" 400 "$python" -m skyrl_isoexec.bench engine "$logs/$part" --arms isoexec stock \
-            --sequences 1 16 128 --seconds 200 --repeats 2 --out "$logs/engine_$part.json"
+            --sequences 1 16 128 --profiled 128 --seconds 200 --repeats 2 --out "$logs/engine_$part.json"
     done) &
 fi
 while [ "$SECONDS" -lt "$((deadline + 8))" ] && [ -n "$(jobs -rp)" ]; do sleep 1; done

@@ -1,7 +1,8 @@
 """`isoexec bench engine`: decode tokens per second of the unified model, of stock vLLM and of its batch-invariant mode.
 
 Each arm is a process of its own with the same arguments, on the same GPU, one after another; the table divides stock's
-rate by each arm's, so above 1 is slower than stock.
+rate by each arm's, so above 1 is slower than stock. A step's time in kernels is given beside the rates, which are the
+host's where that is slower than the GPU.
 """
 
 import argparse
@@ -55,6 +56,12 @@ def table(answers: Mapping[str, dict[str, Any]]) -> str:
         stock, ours = rates.get("stock", {}).get(count), rates.get("isoexec", {}).get(count)
         cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
+    for arm, answer in answers.items():
+        lines += [
+            f"{arm}, {row['sequences']} sequences: {row['kernels_s'] * 1e3:.2f} ms of a step in kernels"
+            for row in answer.get("rows", [])
+            if "kernels_s" in row
+        ]
     lines += [f"{arm}: {answer['failed']}" for arm, answer in answers.items() if "failed" in answer]
     return "\n".join(lines)
 
@@ -72,6 +79,8 @@ def refusal(arguments: argparse.Namespace) -> str | None:
         given = getattr(arguments, name)
         if not (values := given if isinstance(given, list) else [given]) or min(values) < least:
             return f"--{name} {given}: give {least} or more"
+    if lost := sorted(set(arguments.profiled) - set(arguments.sequences)):
+        return f"--profiled {lost[0]} is none of --sequences {arguments.sequences}; name it there too"
     if not arguments.out.parent.is_dir() or arguments.out.is_dir() or not os.access(arguments.out.parent, os.W_OK):
         return f"--out {arguments.out} cannot be written; name a file in a folder that is there"
     return None
@@ -88,6 +97,7 @@ def run(arguments: argparse.Namespace, ask: Callable[..., dict[str, Any]] = ask)
         "prompt": arguments.prompt,
         "tokens": arguments.tokens,
         "repeats": arguments.repeats,
+        "profiled": arguments.profiled,
         "runner": arguments.runner,
     }
     answers: dict[str, dict[str, Any]] = {}
@@ -106,6 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens that are decoded")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--profiled", nargs="*", type=int, default=[], help="numbers of sequences whose kernels are timed too"
+    )
     parser.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's, of our model: runtime.runner")
     parser.add_argument("--seconds", type=float, default=600, help="limit of one arm")
     parser.add_argument("--out", type=Path, default=Path("bench_engine.json"), help="JSON with every number")

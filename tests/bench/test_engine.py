@@ -1,6 +1,7 @@
 """The engine benchmark: one process an arm, the same question to all, a table, and no row for an arm that failed."""
 
 import argparse
+import gzip
 import json
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from skyrl_isoexec.bench.commands import add_parser
 from skyrl_isoexec.bench.engine import ARMS, OWN, ask, run, table
-from skyrl_isoexec.runtimes.vllm.throughput import Question, engine_arguments, stock_folder
+from skyrl_isoexec.runtimes.vllm.throughput import Question, engine_arguments, gpu_seconds, stock_folder
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -54,6 +55,7 @@ WRONG = {
     "--tokens 1": "--tokens 1: give 2 or more",
     "--repeats 0": "--repeats 0",
     "--seconds -5": "--seconds -5",
+    "--sequences 4 --profiled 4 8": "--profiled 8 is none of --sequences [4]",
     "--out /nowhere/x.json": "--out /nowhere/x.json cannot be written",
     "--out /": "--out / cannot be written",
 }
@@ -88,6 +90,23 @@ def test_no_arm_has_a_variable_of_the_caller(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_measured_is_an_empty_table() -> None:
     assert table({"stock": {"failed": "no answer in 9 s"}}).splitlines()[-1] == "stock: no answer in 9 s"
+
+
+def test_kernels_are_named_where_they_were_timed() -> None:
+    rows = [{"sequences": 1, "tokens_per_s": 9.0}, {"sequences": 128, "tokens_per_s": 99.0, "kernels_s": 0.0015}]
+    assert table({"stock": {"rows": rows}}).splitlines()[-1] == "stock, 128 sequences: 1.50 ms of a step in kernels"
+
+
+def test_a_trace_is_what_the_gpu_did(tmp_path: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "dur": 1500.0}, {"ph": "X", "cat": "gpu_memset", "dur": 500.0},
+        {"ph": "X", "cat": "cpu_op", "dur": 9e6}, {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    with gzip.open(tmp_path / "rank0.1.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert gpu_seconds(tmp_path) == 0.002
+    with pytest.raises(RuntimeError, match="no trace of a kernel"):
+        gpu_seconds(tmp_path)  # each is read once
 
 
 LLAMA = {

@@ -1,12 +1,14 @@
 """Decode throughput of one engine, in a process of its own: `python -m skyrl_isoexec.runtimes.vllm.throughput JSON`.
 
 The argument is a `Question`; the answer is one line of JSON, the last that is printed. Every sequence asks for the
-log-probability of its tokens, as rollouts do. Prefill is timed by itself and taken off.
+log-probability of its tokens, as rollouts do. Prefill is timed by itself and taken off. Where the host is slower than
+the GPU, rates say little of kernels: their time in a step comes from PyTorch's profiler, after all else was timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
 import random
@@ -44,6 +46,8 @@ class Question:
     """Timed runs of each number of sequences; medians are given."""
     kv_cache_mib: int = 16384
     """Memory of the cache."""
+    profiled: tuple[int, ...] = ()
+    """Numbers of sequences of which a decode step's kernels are timed too, each one of `sequences`; none on a CPU."""
     runner: int = 1
     """vLLM's model runner of the unified model; stock vLLM chooses its own."""
     implementation: str = "kernel"
@@ -129,14 +133,46 @@ def stock_folder(question: Question, folder: Path) -> str:
     return str(folder)
 
 
+PROFILED_TOKENS = 8, 40
+"""Tokens of the two profiled runs; what the longer has more is decode steps of all sequences alone."""
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events that take time of the GPU."""
+
+
+def gpu_seconds(folder: Path) -> float:
+    """Seconds of the GPU in the traces of a folder, which are removed.
+
+    Raises:
+        RuntimeError: no trace has a kernel.
+    """
+    total = 0.0
+    for path in folder.glob("*.trace.json.gz"):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        total += sum(event["dur"] for event in events if event.get("cat") in KERNELS) / 1e6
+        path.unlink()
+    if not total:
+        raise RuntimeError(f"PyTorch's profiler left no trace of a kernel in {folder}; may it read the GPU's counters?")
+    return total
+
+
 def measure(question: Question) -> dict[str, Any]:
-    """{"start_s", "rows": [{"sequences", "tokens_per_s", "first_token_s", "token_s"}]} of an engine started here."""
+    """{"start_s", "rows": [{"sequences", "tokens_per_s", "first_token_s", "token_s"}]} of an engine started here.
+
+    A row of a profiled number of sequences also has "kernels_s", the time of a decode step's kernels.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        return _measure(question, Path(made))
+
+
+def _measure(question: Question, made: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     begin, vocabulary = time.perf_counter(), from_hf(read_config(Path(question.model))).vocab_size
-    with tempfile.TemporaryDirectory() as made:
-        model = stock_folder(question, Path(made)) if question.arm == "stock" else question.model
-        engine = LLM(model, **engine_arguments(question))
+    model = stock_folder(question, made) if question.arm == "stock" else question.model
+    traces = {"profiler": "torch", "torch_profiler_dir": str(made), "torch_profiler_with_stack": False}
+    profiler = {"profiler_config": traces | {"torch_profiler_dump_cuda_time_total": False}}
+    engine = LLM(model, **engine_arguments(question), **(profiler if question.profiled else {}))
     start = time.perf_counter() - begin
     source, (lowest, highest) = random.Random(0), (min(1000, vocabulary // 2), min(40000, vocabulary))
 
@@ -167,13 +203,23 @@ def measure(question: Question) -> dict[str, Any]:
                 "token_s": decoded / steps,
             }
         )
+    for row in rows:
+        if row["sequences"] in question.profiled:
+            times = []
+            for tokens in PROFILED_TOKENS:
+                engine.start_profile()
+                timed(row["sequences"], tokens)
+                engine.stop_profile()
+                times.append(gpu_seconds(made))
+            row["kernels_s"] = (times[1] - times[0]) / (PROFILED_TOKENS[1] - PROFILED_TOKENS[0])
     return {"start_s": start, "rows": rows}
 
 
 def main(arguments: list[str]) -> int:
     """Answer the question in the first argument."""
     given = json.loads(arguments[0])
-    question = Question(**{**given, "sequences": tuple(given["sequences"])})
+    counts = {name: tuple(given.get(name, ())) for name in ("sequences", "profiled")}
+    question = Question(**{**given, **counts})
     os.environ.update(environment(question))
     print(json.dumps({"question": dataclasses.asdict(question), **measure(question)}), flush=True)
     return 0
