@@ -165,7 +165,8 @@ if wanted bench; then
     ready decoder
     stage bench_trainer 120 "$python" -m skyrl_isoexec.bench trainer --out "$logs/bench_trainer.json"
     ready gdn gdn_cpr
-    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench gdn --unproved --heads whole eighth --out "$logs/bench_gdn.json"
+    stage bench_gdn 200 "$python" -m skyrl_isoexec.bench gdn --unproved --refused-native --heads whole eighth \
+        --out "$logs/bench_gdn.json"
     touch "$logs/bench.done") &
 fi
 if wanted engines; then

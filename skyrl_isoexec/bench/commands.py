@@ -39,6 +39,9 @@ def add_parser(groups: argparse._SubParsersAction) -> None:
     gdn.add_argument("--heads", nargs="*", help="of a whole model, or half, quarter, eighth of it; default: all")
     gdn.add_argument("--work", nargs="*", help="train, prefill, decode; default: all")
     gdn.add_argument("--unproved", action="store_true", help="time forms without a valid gate too, and say so")
+    gdn.add_argument(
+        "--refused-native", action="store_true", help="time stock training where it refuses, its numbers being wrong"
+    )
     gdn.add_argument("--out", type=Path, default=Path("bench_gdn.json"), help="JSON with every number")
     gdn.set_defaults(run=_gdn)
     trainer = verbs.add_parser("trainer", help="forward and backward of a model beside transformers, on this GPU")

@@ -1,6 +1,7 @@
 """`isoexec bench gdn`: what it counts, and that it gives no ratio without both arms."""
 
 import argparse
+from types import ModuleType
 
 import pytest
 import torch
@@ -25,6 +26,17 @@ def test_no_ratio_without_the_stock_arm() -> None:
     text = gdn.line("whole", row, {"gdn": 1.5, "native": "not installed: no such module"}, 0.1)
     assert "ratio     -" in text and "not installed: no such module" in text
     assert "ratio  0.50" in gdn.line("whole", row, {"gdn": 1.5, "native": 3.0}, 0.1)
+
+
+def test_a_refusal_is_lifted_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, variable = gdn.LIFTED
+    module = ModuleType(name)
+    monkeypatch.setattr(gdn, "_import", lambda wanted: {name: module}[wanted])
+    assert variable in gdn.lift_refusal() and "fla-core 0.6.0" in gdn.lift_refusal()
+    setattr(module, variable, False)
+    assert gdn.lift_refusal() is None and getattr(module, variable) is True
+    monkeypatch.setattr(gdn, "_import", lambda wanted: f"{wanted}: no such module")
+    assert "no such module" in gdn.lift_refusal()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
