@@ -143,7 +143,7 @@ def _patches() -> Iterator[Finding]:
             name=f"patches of {package}",
             ok=state.state == "patched",
             found=f"{state.version} {state.state}, {state.num_patches} patches{files}",
-            mend=f"isoexec patches apply {package}",
+            mend=state.mend,
         )
 
 

@@ -1,8 +1,9 @@
-"""What state a package is in, judged by the bytes of every file that a series of ours touches.
+"""What state a package is in, judged by the bytes of every Python file of it, and of any file that a series touches.
 
 Each file is pristine (the hash in RECORD), patched (exactly what the current series makes of it), older (what an
-earlier series or a killed run made of it, as the journal knows) or foreign. A tree unpacked into the repository is
-ours as a whole, so there every file counts. `applied_state` and `series_digest` are what the contract reads.
+earlier series or a killed run made of it, as the journal knows) or foreign. In a tree unpacked into the repository,
+which is ours as a whole, files of other kinds count as well, and Python files that are in no RECORD. `applied_state`
+and `series_digest` are what the contract reads.
 """
 
 from collections.abc import Mapping
@@ -48,18 +49,29 @@ class Survey:
             return PATCHED
         return MIXED if self.changed else PRISTINE
 
+    @property
+    def mend(self) -> str:
+        """What makes it PATCHED; empty where it is."""
+        upstream, build = self.site.upstream, self.site.build
+        if self.state == PATCHED:
+            return ""
+        again = f"isoexec patches apply {upstream.package}"
+        if self.state != FOREIGN:
+            return again
+        keep = f"keep your edits as a patch in patches/{upstream.package}/, then "
+        if upstream.placement == "repository":
+            return f"{keep}remove the files and run: {again}"
+        pip = f"pip install --force-reinstall --no-deps {build.distribution}=={upstream.version}"
+        return f"{keep}restore pristine files and patch them: {pip} && {again}"
+
     def refuse_foreign(self) -> None:
         """Raises if there is a file that must not be overwritten."""
         if self.foreign:
-            upstream, build = self.site.upstream, self.site.build
-            again = f"pip install --force-reinstall --no-deps {build.distribution}=={upstream.version}"
-            if upstream.placement == "repository":
-                again = f"remove the files and run `isoexec patches apply {upstream.package}`"
             raise PatchRefusal(
-                what=f"{len(self.foreign)} file(s) of {upstream.package} are neither pristine nor ours: "
+                what=f"{len(self.foreign)} file(s) of {self.site.upstream.package} are neither pristine nor ours: "
                 f"{', '.join(self.foreign[:5])}{', ...' if len(self.foreign) > 5 else ''}",
                 where=str(self.site.root),
-                mend=f"keep your edits as a patch in patches/{upstream.package}/, then restore pristine files: {again}",
+                mend=self.mend,
             )
 
 
@@ -67,8 +79,8 @@ def survey(site: Site, patches: tuple[Patch, ...], *, tolerant: bool = False) ->
     """Compares every relevant file. `tolerant` takes a series that does not apply (for revert) as having no target."""
     journal = site.store.journal()
     touched = set(touched_paths(patches)) | set(journal)
-    owned = site.recorded if site.upstream.placement == "repository" else {}
-    contents = {path: site.read(path) for path in sorted(touched | set(owned) | _strays(site, touched))}
+    owned = {path for path in site.recorded if path.endswith(".py") or site.upstream.placement == "repository"}
+    contents = {path: site.read(path) for path in sorted(touched | owned | _strays(site, touched))}
     actual = {path: _hash(content) for path, content in contents.items()}
     pristine: Contents = {}
     for path in sorted(touched):
@@ -129,6 +141,8 @@ class AppliedState:
     """`series_digest(package)`."""
     paths: tuple[str, ...]
     """The foreign paths, else the ones that are not as the series wants them."""
+    mend: str
+    """What makes it PATCHED; empty where it is."""
 
 
 def series_digest(package: str, repository: Path | None = None) -> str:
@@ -153,6 +167,7 @@ def applied_state(package: str, repository: Path | None = None, search: list[str
         num_patches=len(patches),
         series_digest=digest_series(patches),
         paths=() if taken is None else taken.foreign or taken.differing,
+        mend=f"isoexec patches apply {package}" if taken is None else taken.mend,
     )
 
 

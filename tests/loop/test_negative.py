@@ -105,7 +105,8 @@ def test_edited_file_of_a_patched_package(tmp_path: Path, overlay: Path) -> None
         file.write("\nEDITED = True\n")
     status, said = command(tmp_path, *SMALL, PYTHONPATH=str(overlay))
     assert status == REFUSED, said
-    assert "patch.megatron-core is 'foreign'" in said and "optimizer.py" in said and "isoexec patches apply" in said
+    assert "patch.megatron-core is 'foreign'" in said and "optimizer.py" in said
+    assert "pip install --force-reinstall --no-deps megatron-core" in said and "isoexec patches apply" in said
 
 
 def test_edited_kernel_has_no_record(tmp_path: Path) -> None:

@@ -117,18 +117,20 @@ def test_a_process_that_really_dies_is_mended(workshop, pristine, patched) -> No
     assert files_of(workshop) == pristine
 
 
+@pytest.mark.parametrize("name", ["toy/b.py", "toy/untouched.py"])
 @pytest.mark.parametrize("after", ["pristine", "patched"])
 @pytest.mark.parametrize("act", [apply, revert])
-def test_a_foreign_file_is_refused_by_name(workshop, after, act) -> None:
-    """An edit of the user's is never overwritten, and nothing else is written either."""
+def test_a_foreign_file_is_refused_by_name(workshop, after, act, name) -> None:
+    """An edit of the user's is never overwritten, and nothing else is written, be it in a patched file or not."""
     if after == "patched":
         apply(workshop.site(), workshop.patches())
-    path = workshop.site_packages / "toy/b.py"
+    path = workshop.site_packages / name
     path.write_bytes(path.read_bytes() + b"# mine\n")
     before = workshop.content()
     state = applied_state("toy", workshop.repository, [str(workshop.site_packages)])
-    assert state.state == FOREIGN and state.paths == ("toy/b.py",)
-    with pytest.raises(PatchRefusal, match="toy/b.py"):
+    assert state.state == FOREIGN and state.paths == (name,)
+    assert "pip install --force-reinstall --no-deps toy-dist==1.0 && isoexec patches apply toy" in state.mend
+    with pytest.raises(PatchRefusal, match=name):
         act(workshop.site(), workshop.patches())
     assert workshop.content() == before
 

@@ -92,5 +92,5 @@ def patches() -> None:
             files = ", ".join(state.paths[:3]) or "no file"
             raise Refusal(
                 f"patch.{package} is {state.state!r} ({files}), the contract says 'patched' with series "
-                f"{state.series_digest[:16]}; run: isoexec patches apply {package}"
+                f"{state.series_digest[:16]}; {state.mend}"
             )
