@@ -31,7 +31,7 @@ METADATA = ROOT / "scripts" / "vllm_metadata"
 PYTHONS = ((3, 11), (3, 12))
 BATCH = 25
 STAMPS = "isoexec-bootstrap.json"
-PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps")
+PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-deps")
 
 
 class Failure(Exception):
@@ -194,7 +194,8 @@ def install_packages(venv: Path) -> None:
     pins = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
     for begin in range(0, len(pins), BATCH):
         batch = pins[begin : begin + BATCH]
-        print(f"      packages {begin + 1} to {begin + len(batch)} of {len(pins)}", flush=True)
+        names = " to ".join(pin.partition("==")[0] for pin in (batch[0], batch[-1]))
+        print(f"      packages {begin + 1} to {begin + len(batch)} of {len(pins)}: {names}", flush=True)
         call(venv, *PIP, "--no-build-isolation", "--use-pep517", *batch)
 
 
